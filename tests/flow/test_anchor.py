@@ -15,6 +15,7 @@ from geoflow_fast.manifolds import MANIFOLDS
 from geoflow_fast.noise import sample_uniform
 from geoflow_fast.training.flow_matching import FlowMatching
 from geoflow_fast.training.loop import Run
+from tests.samples import randomised
 
 SHAPE = gf.GeoFlowConfig(image_dim=7, text_dim=5, hidden=16, depth=2, heads=2, layer_scale=0.1, anchored=True)
 
@@ -28,10 +29,8 @@ class Plain:
 
 def some_flow(shape: gf.GeoFlowConfig = SHAPE) -> gf.GeoFlow:
     torch.manual_seed(0)
-    flow = gf.GeoFlow(shape).eval()
+    flow = randomised(gf.GeoFlow(shape))
     with torch.no_grad():
-        for parameter in flow.parameters():
-            parameter.normal_(0, 0.3)
         flow.anchor.image_map.normal_(0, 0.5)
         flow.anchor.text_map.normal_(0, 0.5)
     return flow

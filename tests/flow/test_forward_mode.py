@@ -13,6 +13,7 @@ from geoflow_fast.directions import DIRECTIONS, Direction
 from geoflow_fast.flow.forward_mode import ForwardMode, PreparedVelocity, SolveInput
 from geoflow_fast.geometry import project_tangent
 from geoflow_fast.noise import sample_uniform
+from tests.samples import randomised
 
 TIME = 0.7
 
@@ -21,11 +22,7 @@ def random_flow(dtype: torch.dtype = torch.float32, **changes) -> gf.GeoFlow:
     """A network whose every part matters."""
     torch.manual_seed(0)
     shape = {"hidden": 32, "depth": 3, "heads": 2, "layer_scale": 0.5} | changes
-    flow = gf.GeoFlow(gf.GeoFlowConfig(10, 7, **shape)).to(dtype).eval()
-    with torch.no_grad():
-        for parameter in flow.parameters():
-            parameter.normal_(0, 1 / math.sqrt(32))
-    return flow
+    return randomised(gf.GeoFlow(gf.GeoFlowConfig(10, 7, **shape)).to(dtype), 1 / math.sqrt(32))
 
 
 def random_input(flow: gf.GeoFlow, rows: int = 5, probes: int = 2):

@@ -17,17 +17,13 @@ from geoflow_fast.flow.preprocess import Preprocess
 from geoflow_fast.manifolds import MANIFOLDS
 from geoflow_fast.noise import sample_uniform
 from geoflow_fast.runtime.tensors import save_tensors
+from tests.samples import randomised
 
 SMALL = gf.GeoFlowConfig(image_dim=9, text_dim=7, hidden=32, depth=3, heads=4, dropout=0.0)
 
 
-def randomised(config: gf.GeoFlowConfig = SMALL, dtype: torch.dtype = torch.float64) -> gf.GeoFlow:
-    """A network none of whose weights is zero, in eval mode."""
-    flow = gf.GeoFlow(config).to(dtype)
-    with torch.no_grad():
-        for parameter in flow.parameters():
-            parameter.normal_(0, 0.3)
-    return flow.eval()
+def random_flow(config: gf.GeoFlowConfig = SMALL, dtype: torch.dtype = torch.float64) -> gf.GeoFlow:
+    return randomised(gf.GeoFlow(config).to(dtype))
 
 
 def points(rows: int, config: gf.GeoFlowConfig = SMALL, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -88,7 +84,7 @@ def plain_velocity(flow: gf.GeoFlow, image: Tensor, text: Tensor, t: float, dire
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_the_network_is_the_one_of_the_paper(direction):
-    flow, (image, text) = randomised(), points(7)
+    flow, (image, text) = random_flow(), points(7)
     with torch.no_grad():
         got = flow.velocity(image, text, 0.37, direction)
     for a, b in zip(got, plain_velocity(flow, image, text, 0.37, direction)):
@@ -96,7 +92,7 @@ def test_the_network_is_the_one_of_the_paper(direction):
 
 
 def test_training_and_eval_mode_differ_by_dropout_alone():
-    flow, (image, text) = randomised(), points(29)
+    flow, (image, text) = random_flow(), points(29)
     t, direction = torch.rand(29, dtype=torch.float64), torch.randint(0, 3, (29,), dtype=torch.int8)
     for a, b in zip(flow.velocity(image, text, t, direction), flow.train().velocity(image, text, t, direction)):
         torch.testing.assert_close(a, b)
@@ -127,7 +123,7 @@ def test_a_new_network_has_zero_velocity():
 def test_rows_do_not_see_each_other(geometry, rows):
     """Rows of mixed directions and times give the same velocities as each row alone."""
     config = dataclasses.replace(SMALL, geometry=geometry)
-    flow, (image, text) = randomised(config), points(rows)
+    flow, (image, text) = random_flow(config), points(rows)
     t, direction = torch.rand(rows, dtype=torch.float64), torch.randint(0, 3, (rows,), dtype=torch.int8)
     v_image, v_text = flow.velocity(image, text, t, direction)
     for k in range(min(rows, 20)):
@@ -138,7 +134,7 @@ def test_rows_do_not_see_each_other(geometry, rows):
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_one_time_for_all_rows_and_a_time_per_row_agree(direction):
-    flow, (image, text) = randomised(), points(7)
+    flow, (image, text) = random_flow(), points(7)
     shared = flow.velocity(image, text, 0.25, direction)
     own = flow.velocity(image, text, torch.full((7,), 0.25, dtype=torch.float64), direction)
     prepared = flow.velocity_at([0.75, 0.25], direction)(image, text, 0.25)
@@ -148,7 +144,7 @@ def test_one_time_for_all_rows_and_a_time_per_row_agree(direction):
 
 
 def test_velocities_are_tangent_and_zero_for_a_given_stream():
-    flow, (image, text) = randomised(), points(33)
+    flow, (image, text) = random_flow(), points(33)
     v_image, v_text = flow.velocity(image, text, 0.4, "joint")
     assert float((v_image * image).sum(1).detach().abs().max()) < 1e-12
     assert float((v_text * text).sum(1).detach().abs().max()) < 1e-12
@@ -158,7 +154,7 @@ def test_velocities_are_tangent_and_zero_for_a_given_stream():
 
 def test_velocity_depends_on_time_and_on_the_given_stream():
     """The velocity of the text changes with t and with the given image."""
-    flow, (image, text) = randomised(), points(4)
+    flow, (image, text) = random_flow(), points(4)
     early, late = flow.velocity(image, text, 0.1, "i2t")[1], flow.velocity(image, text, 0.9, "i2t")[1]
     other = flow.velocity(image.roll(1, 0), text, 0.1, "i2t")[1]
     assert not torch.allclose(early, late, atol=1e-3)
@@ -166,7 +162,7 @@ def test_velocity_depends_on_time_and_on_the_given_stream():
 
 
 def test_an_empty_batch_has_empty_velocities():
-    flow = randomised()
+    flow = random_flow()
     for direction in ("joint", "t2i", torch.empty(0, dtype=torch.int8)):
         v_image, v_text = flow.velocity(*points(0), 0.5, direction)
         assert v_image.shape == (0, 9)
@@ -175,7 +171,7 @@ def test_an_empty_batch_has_empty_velocities():
 
 def test_swapping_streams_and_weights_swaps_velocities():
     config = dataclasses.replace(SMALL, text_dim=9)
-    flow, swapped = randomised(config), gf.GeoFlow(config).double().eval()
+    flow, swapped = random_flow(config), gf.GeoFlow(config).double().eval()
     state = dict(flow.state_dict())
     state["conditioning.direction.weight"] = state["conditioning.direction.weight"][[0, 2, 1]]
     for name, value in list(state.items()):
@@ -198,7 +194,7 @@ def test_swapping_streams_and_weights_swaps_velocities():
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("t", [0.6, torch.tensor([0.1, 0.6, 0.9], dtype=torch.float64)], ids=["shared", "own"])
 def test_velocity_is_differentiable_in_reverse_and_forward_mode(direction, t):
-    flow, (image, text) = randomised(), points(3)
+    flow, (image, text) = random_flow(), points(3)
 
     def both(image: Tensor, text: Tensor) -> Tensor:
         return torch.cat(flow.velocity(image, text, t, direction), dim=1)
@@ -214,7 +210,7 @@ def test_velocity_is_differentiable_in_reverse_and_forward_mode(direction, t):
 
 def test_float32_agrees_with_float64():
     """This compares the compiled kernels with plain torch, through the whole network."""
-    double, (image, text) = randomised(), points(130)
+    double, (image, text) = random_flow(), points(130)
     single = gf.GeoFlow(SMALL).eval()
     single.load_state_dict(double.state_dict())
     t, direction = torch.rand(130, dtype=torch.float64), torch.randint(0, 3, (130,), dtype=torch.int8)
@@ -230,7 +226,7 @@ def test_number_of_parameters_and_summary():
 
 
 def test_a_saved_flow_is_loaded_unchanged(tmp_path):
-    flow = randomised(dtype=torch.float32)
+    flow = random_flow(dtype=torch.float32)
     flow.save_pretrained(tmp_path / "model")
     assert sorted(p.name for p in (tmp_path / "model").iterdir()) == ["README.md", "config.json", "model.safetensors"]
     loaded = gf.GeoFlow.from_pretrained(tmp_path / "model")
@@ -242,7 +238,7 @@ def test_a_saved_flow_is_loaded_unchanged(tmp_path):
 
 
 def test_loading_keeps_the_dtype_draws_no_random_numbers_and_copies_the_file(tmp_path):
-    flow = randomised()
+    flow = random_flow()
     flow.save_pretrained(tmp_path)
     before = torch.get_rng_state()
     loaded = gf.GeoFlow.from_pretrained(tmp_path)
@@ -257,7 +253,7 @@ def test_loading_keeps_the_dtype_draws_no_random_numbers_and_copies_the_file(tmp
 
 
 def test_weights_that_do_not_fit_their_configuration_are_refused(tmp_path):
-    flow = randomised(dtype=torch.float32)
+    flow = random_flow(dtype=torch.float32)
     other = dataclasses.replace(SMALL, hidden=1 << 20)  # far too large to be allocated before the shapes are compared
     save_weights(tmp_path, other, flow.state_dict())
     with pytest.raises(ValueError, match="its configuration asks for"):
@@ -279,7 +275,7 @@ def test_a_configuration_survives_json():
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "header", "version", "foreign", "missing"])
 def test_damaged_files_are_refused(tmp_path, damage):
-    randomised(dtype=torch.float32).save_pretrained(tmp_path)
+    random_flow(dtype=torch.float32).save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     raw = bytearray(path.read_bytes())
     if damage == "truncated":
@@ -326,7 +322,7 @@ def test_bad_configurations_are_refused(change, message):
 
 
 def test_bad_arguments_are_refused():
-    flow, (image, text) = randomised(), points(3)
+    flow, (image, text) = random_flow(), points(3)
     with pytest.raises(ValueError, match="direction must be one of"):
         flow.velocity(image, text, 0.5, "sideways")
     with pytest.raises(ValueError, match="direction row 1 is 7"):
@@ -341,7 +337,7 @@ def test_bad_arguments_are_refused():
         flow.velocity(image, text.float(), 0.5, "joint")
     with pytest.raises(ValueError, match=r"image is torch\.float64 on meta"):
         flow.velocity(image.to("meta"), text, 0.5, "joint")
-    centred = randomised(dataclasses.replace(SMALL, centre=True))
+    centred = random_flow(dataclasses.replace(SMALL, centre=True))
     with pytest.raises(ValueError, match=r"image is torch\.float32"):
         centred.to_flow(image.float(), text.float())
 
@@ -402,14 +398,14 @@ def test_preprocessing_is_saved_with_the_model(tmp_path):
 
 
 def test_calling_a_flow_gives_its_velocity():
-    flow, (image, text) = randomised(), points(4)
+    flow, (image, text) = random_flow(), points(4)
     for a, b in zip(flow(image, text, 0.3, "i2t"), flow.velocity(image, text, 0.3, "i2t")):
         assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("path", ["velocity", "rows of their own times", "solver", "training"])
 def test_hooks_on_every_block_fire_and_may_change_its_output(path):
-    flow, (image, text) = randomised(), points(4)
+    flow, (image, text) = random_flow(), points(4)
     codes = torch.tensor([0, 1, 2, 0], dtype=torch.int8)
     runs = {
         "velocity": lambda: flow.velocity(image, text, 0.3, "joint"),

@@ -12,6 +12,7 @@ import geoflow_fast as gf
 from geoflow_fast.flow import modulation
 from geoflow_fast.flow.modulation import POINTS, chebyshev, interpolation_weights, is_resolved
 from geoflow_fast.flow.network import Block
+from tests.samples import shaken
 
 WIDE = gf.GeoFlowConfig(6, 5, hidden=192, depth=2, heads=3, dropout=0.0, layer_scale=0.3)
 NARROW = dataclasses.replace(WIDE, hidden=24, heads=2)
@@ -20,11 +21,7 @@ COUNTS = [(120, 100, 80), (0, 150, 150), (150, 0, 149), (1, 298, 1), (300, 0, 0)
 
 def random_flow(config: gf.GeoFlowConfig) -> gf.GeoFlow:
     torch.manual_seed(0)
-    flow = gf.GeoFlow(config)
-    with torch.no_grad():
-        for parameter in flow.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    return flow
+    return shaken(gf.GeoFlow(config), 0.05).train()
 
 
 def outputs_and_gradients(flow: gf.GeoFlow, counts: tuple[int, int, int]) -> list[torch.Tensor]:

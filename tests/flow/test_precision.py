@@ -14,6 +14,7 @@ from geoflow_fast.flow.forward_mode import ForwardMode
 from geoflow_fast.flow.precision import product_dtype
 from geoflow_fast.noise import sample_uniform
 from geoflow_fast.ops import native
+from tests.samples import shaken
 
 WIDTH = 24
 HALVES = (torch.bfloat16, torch.float16)
@@ -24,11 +25,7 @@ def make_flow(dtype: torch.dtype = torch.float32, **changes) -> gf.GeoFlow:
     """A network whose every part matters."""
     torch.manual_seed(0)
     shape = {"hidden": 64, "depth": 3, "heads": 4, "layer_scale": 0.5} | changes
-    flow = gf.GeoFlow(gf.GeoFlowConfig(WIDTH, WIDTH, **shape)).eval()
-    with torch.no_grad():
-        for parameter in flow.parameters():
-            parameter.add_(torch.randn_like(parameter) / 16)
-    return flow.to(dtype)
+    return shaken(gf.GeoFlow(gf.GeoFlowConfig(WIDTH, WIDTH, **shape)), 1 / 16).to(dtype)
 
 
 def test_auto_is_float32_where_the_processor_has_no_units(monkeypatch):

@@ -17,10 +17,7 @@ from geoflow_fast import geometry, noise
 from geoflow_fast.directions import Direction
 from geoflow_fast.flow import sampling, solvers
 from geoflow_fast.worlds import PairField
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+from tests.samples import seeded
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import torch
 import geoflow_fast as gf
 from geoflow_fast.noise import sample_uniform
 from geoflow_fast.worlds import BumpField, PairField
+from tests.samples import randomised, seeded
 
 
 def oracles(d: int, rows: int = 16):
@@ -17,19 +18,11 @@ def oracles(d: int, rows: int = 16):
     return image, text, (PairField(rotation, 1.1), BumpField(image[0], text[0], 0.8))
 
 
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def random_flow(dtype: torch.dtype = torch.float64, **changes) -> gf.GeoFlow:
     """A network whose every part matters."""
     torch.manual_seed(0)
     shape = {"hidden": 16, "depth": 2, "heads": 2, "layer_scale": 0.5} | changes
-    flow = gf.GeoFlow(gf.GeoFlowConfig(6, 5, **shape)).to(dtype).eval()
-    with torch.no_grad():
-        for parameter in flow.parameters():
-            parameter.normal_(0, 0.25)
-    return flow
+    return randomised(gf.GeoFlow(gf.GeoFlowConfig(6, 5, **shape)).to(dtype), 0.25)
 
 
 def random_pairs(rows: int, dtype: torch.dtype = torch.float64):

@@ -17,6 +17,7 @@ import setuptools
 from packaging.requirements import Requirement
 
 from geoflow_fast.runtime.files import read_toml
+from tools import cuda_build
 
 pytest.importorskip("pybind11.setup_helpers")  # before a test changes the platform by which it is set up
 
@@ -61,6 +62,22 @@ def test_build_without_nvcc_is_cpu_only(tmp_path):
     result = build(tmp_path / "out", PATH=os.pathsep.join([str(shims), *folders]))
     assert result.returncode == 0, result.stderr
     assert "no CUDA code, since nvcc is not on PATH" in cuda_status(tmp_path / "out")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(cuda_build.nvcc() is None, reason="nvcc is not on PATH")
+def test_build_with_cuda_carries_every_architecture(tmp_path):
+    """Machine code for all of them, and PTX of the newest for GPUs to come; no GPU is needed to build it."""
+    result = build(tmp_path, GEOFLOW_CUDA="1")
+    assert result.returncode == 0, result.stderr
+    assert "no CUDA code" not in cuda_status(tmp_path)
+    (extension,) = (tmp_path / "geoflow_fast").glob("_C*")
+    embedded = {}
+    for what in ("--list-elf", "--list-ptx"):
+        listing = subprocess.check_output([cuda_build.binary_tool("cuobjdump"), what, extension], text=True)
+        embedded[what] = set(re.findall(r"\bsinkhorn\.(sm_\d+)", listing))
+    architectures = cuda_build.ARCHITECTURES
+    assert embedded == {"--list-elf": set(architectures), "--list-ptx": {architectures[-1]}}
 
 
 def test_insisting_on_cuda_without_nvcc_is_an_error(tmp_path):

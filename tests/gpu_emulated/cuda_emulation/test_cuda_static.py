@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
 
 import pytest
 import torch
 
 from geoflow_fast import ops
-from geoflow_fast.ops import native
 from tools import cuda_build
 from tools.cuda_build import ARCHITECTURES, CompiledKernel
 
@@ -34,8 +32,6 @@ RESULT_THREADS = 256
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, CompiledKernel]]:
     if cuda_build.nvcc() is None:
         pytest.skip("nvcc is not on PATH")
-    if cuda_build.binary_tool("nvdisasm") is None:
-        pytest.skip("nvdisasm is neither on PATH nor bundled with Triton")
     return cuda_build.compile_all(tmp_path_factory.mktemp("cubin"))
 
 
@@ -43,22 +39,6 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Co
 def test_without_a_device_the_backend_says_why() -> None:
     with pytest.raises(ValueError, match=r"(no CUDA driver|no CUDA device|no CUDA code)"):
         ops.sinkhorn(torch.rand(3, 3), backend="cuda")
-
-
-def test_the_extension_carries_every_architecture() -> None:
-    """Machine code for all of them, and PTX of the newest for GPUs to come."""
-    listing, extension = cuda_build.binary_tool("cuobjdump"), native.extension()
-    if listing is None:
-        pytest.skip("cuobjdump is neither on PATH nor bundled with Triton")
-    if extension is None or "no CUDA code" in (native.missing_cuda() or ""):
-        pytest.skip("the extension was built without CUDA")
-    embedded = {
-        what: set(
-            re.findall(r"\bsinkhorn\.(sm_\d+)", subprocess.check_output([listing, what, extension.__file__], text=True))
-        )
-        for what in ("--list-elf", "--list-ptx")
-    }
-    assert embedded == {"--list-elf": set(ARCHITECTURES), "--list-ptx": {ARCHITECTURES[-1]}}
 
 
 @pytest.fixture(params=ARCHITECTURES)
