@@ -88,6 +88,7 @@ def search(_: Path) -> Iterator[tuple[str, Any]]:
 
     import geoflow_fast as gf
 
+    torch.manual_seed(0)
     for width in (7, 64, 512):
         gallery, queries = unit_rows(1023, width, 1), unit_rows(65, width, 2)
         cosine, index = gf.ops.gallery_search(queries, gallery, 20)
@@ -203,8 +204,11 @@ def decisions(_: Path) -> Iterator[tuple[str, Any]]:
 
 def commands(folder: Path) -> Iterator[tuple[str, Any]]:
     """The tables that the commands write."""
+    import torch
+
     import geoflow_fast as gf
 
+    torch.manual_seed(3)
     image, text, _ = gf.worlds.ConceptWorld().sample(1500)
     files = {
         name: str(folder / f"{name}.npy") for name in ("images", "texts", "queries", "gallery", "scores", "labels")
