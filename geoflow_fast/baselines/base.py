@@ -8,12 +8,11 @@ Some published scripts turn the sign of a method round; here none does.
 from __future__ import annotations
 
 import math
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +33,6 @@ KIND = "baseline"
 LARGEST_DIM = 1 << 20
 """The largest width of embeddings that a file may ask for."""
 LoadedBaseline = TypeVar("LoadedBaseline", bound="Baseline")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -263,18 +261,3 @@ def item_scores(samples: Tensor, gallery: Gallery, index: Tensor, kappa: float, 
 def answer_risk(softmax: GallerySoftmax, answers: Tensor) -> Tensor:
     """One minus the probability that `softmax` gives to the `answers` [Q] of plain search: float64 [Q]."""
     return (1 - softmax.log_prob(answers.unsqueeze(1)).squeeze(1).exp()).clamp(min=0)
-
-
-class OncePerGallery(Generic[T]):
-    """Something that is computed once for a gallery, and again after the gallery or the tensors it is made with have
-    changed. Only that of the last gallery is kept, as long as the gallery exists."""
-
-    def __init__(self) -> None:
-        self._known: tuple[weakref.ref[Gallery], Hashable, T] | None = None
-
-    def of(self, gallery: Gallery, made_with: Hashable, compute: Callable[[], T]) -> T:
-        """What `compute()` gives for this gallery; `made_with` says what else the result depends on."""
-        current, known = (gallery.marks(), made_with), self._known
-        if known is None or known[0]() is not gallery or known[1] != current:
-            self._known = known = weakref.ref(gallery), current, compute()
-        return known[2]

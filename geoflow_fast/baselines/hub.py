@@ -15,11 +15,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from geoflow_fast.baselines.base import FitTask, GallerySoftmax, OncePerGallery, answer_risk, nearest, resize_rows
+from geoflow_fast.baselines.base import FitTask, GallerySoftmax, answer_risk, nearest, resize_rows
 from geoflow_fast.baselines.untrained import CosineBaseline
 from geoflow_fast.directions import CONDITIONAL, Direction
 from geoflow_fast.retrieval.bandwidth import fit_cosine_scale
-from geoflow_fast.retrieval.freshness import marks
+from geoflow_fast.retrieval.freshness import OncePerGallery, marks
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.retrieval.marginals import log_mean_scores
 from geoflow_fast.retrieval.task import drawn_rows, pair_task

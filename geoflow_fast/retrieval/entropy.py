@@ -22,8 +22,7 @@ from geoflow_fast.flow.sampling import FAST_SAMPLING, SamplingSettings
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.head.model import PosteriorHead
 from geoflow_fast.ops.gallery_posterior import check_kappa, check_precision
-from geoflow_fast.retrieval import marginals
-from geoflow_fast.retrieval.freshness import flow_marks, marks
+from geoflow_fast.retrieval.freshness import OncePerGallery, flow_marks, marks
 from geoflow_fast.retrieval.gallery import Gallery, GallerySource
 from geoflow_fast.retrieval.sources import FlowSource, HeadSource, ScoringPoints, Source
 from geoflow_fast.runtime import checks, hashing
@@ -159,7 +158,7 @@ class RetrievalEntropy(nn.Module):
             )
         made_for = self.direction.items(*self.source.origin.encoders)
         refuse_other_encoder({f"the {self.source.NAME}": made_for, "the gallery": self.gallery.encoder})
-        self._remembered = marginals.Remembered()
+        self._marginals: OncePerGallery[Tensor] = OncePerGallery()
         self.register_buffer("reference", self._checked_reference(reference), persistent=False)
 
     def __getattr__(self, name: str) -> Any:
@@ -251,16 +250,14 @@ class RetrievalEntropy(nn.Module):
 
     def item_marginals(self) -> Tensor:
         """Log-marginals [N] of the gallery items, up to a constant, which are subtracted from a head's scores. They are
-        computed once, and stored beside a gallery on disk. They are computed again after the head, the gallery, the
-        reference or the precision has changed."""
+        computed once, and again after the head, the gallery or the reference has changed."""
         source, reference = self._head_source, self.reference
-        current = flow_marks(source.head), marks(() if reference is None else (reference,)), source.precision
-        facts, compute = self._marginal_facts, lambda: source.item_marginals(self.gallery, reference).float()
-        return self._remembered.numbers(self.gallery, current, facts, compute).to(source.example)
+        made_with = flow_marks(source.head), marks(() if reference is None else (reference,))
 
-    def _marginal_facts(self) -> dict[str, Any]:
-        source = self._head_source
-        return {**source.marginal_facts(self.reference), source.NAME: source.digest()}
+        def compute() -> Tensor:
+            return source.item_marginals(self.gallery, reference).float()
+
+        return self._marginals.of(self.gallery, made_with, compute).to(source.example)
 
     if TYPE_CHECKING:  # a module's call has no types of its own
 

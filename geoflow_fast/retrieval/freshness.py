@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+import weakref
+from collections.abc import Callable, Hashable, Iterable
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch import Tensor, nn
 
 from geoflow_fast.flow.model import GeoFlow, flow_digest
 from geoflow_fast.head.model import PosteriorHead, head_digest
+
+if TYPE_CHECKING:
+    from geoflow_fast.retrieval.gallery import Gallery
+
+T = TypeVar("T")
 
 
 def marks(tensors: Iterable[Tensor]) -> Hashable:
@@ -40,6 +47,24 @@ class ModelDigest:
             digest = head_digest(model) if isinstance(model, PosteriorHead) else flow_digest(model)
             self._known = known = current, digest
         return known[1]
+
+
+class OncePerGallery(Generic[T]):
+    """Something that is computed once for a gallery, and again after the gallery or the tensors it is made with have
+    changed. It is kept in memory, for the last gallery alone, as long as the gallery exists."""
+
+    def __init__(self) -> None:
+        self._known: tuple[weakref.ref[Gallery], Hashable, T] | None = None
+
+    def of(self, gallery: Gallery, made_with: Hashable, compute: Callable[[], T]) -> T:
+        """What `compute()` gives for this gallery; `made_with` says what else the result depends on."""
+        current, known = (gallery.marks(), made_with), self._known
+        if known is None or known[0]() is not gallery or known[1] != current:
+            self._known = known = weakref.ref(gallery), current, compute()
+        return known[2]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_known": None}  # a copy computes again, for its own gallery
 
 
 def _middle(x: Tensor) -> float | None:

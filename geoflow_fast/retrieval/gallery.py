@@ -38,7 +38,6 @@ GPU_BLOCK_ROWS = 131_072
 """Rows that are copied to a GPU and scored together: with fewer, starting kernels would take as long as they run."""
 SOME_ROWS = 64
 """At least this many rows tell whether a gallery in memory has changed, unless it has fewer."""
-INDEX_FOLDER = "geoflow_index"
 
 GallerySource = Tensor | Array | Embeddings | str | Path
 
@@ -166,15 +165,6 @@ class Gallery:
     def in_memory(self) -> bool:
         """Whether the gallery was made from a tensor; `blocks` then yields it as one block."""
         return isinstance(self.rows, Tensor)
-
-    @property
-    def index_folder(self) -> Path | None:
-        """Folder beside the gallery's files for what is computed once per gallery; None if it has no files."""
-        if self.path is None:
-            return None
-        if self.path.is_dir():
-            return self.path / INDEX_FOLDER
-        return self.path.with_name(f"{self.path.name}.{INDEX_FOLDER}")
 
     def to(self, device: torch.device | str) -> None:
         """Moves a gallery made from a tensor to `device`. Others are copied there block by block as they are read."""

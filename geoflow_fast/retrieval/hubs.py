@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from geoflow_fast.retrieval import marginals
-from geoflow_fast.retrieval.freshness import flow_marks, marks
+from geoflow_fast.retrieval.freshness import OncePerGallery, flow_marks, marks
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.retrieval.sources import HeadSource
-from geoflow_fast.runtime import hashing
 
 SCALES = (5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
 """Factors of the cosines among which a calibration chooses."""
@@ -29,35 +28,29 @@ class Hubs:
 
     def __init__(self, bank: Tensor, source: HeadSource | None) -> None:
         self.bank, self.source = bank, source
-        self._cosine, self._head = marginals.Remembered(), marginals.Remembered()
+        self._cosine: OncePerGallery[Tensor] = OncePerGallery()
+        self._head: OncePerGallery[Tensor] = OncePerGallery()
 
     def cosine_numbers(self, gallery: Gallery, scale: float) -> Tensor:
         """log mean_r exp(scale <bank_r, g_j>) of all items: [N]."""
         bank = self.bank.unsqueeze(1)
 
-        def facts() -> dict[str, object]:
-            return {"hub": "cosine", "scale": scale, "bank": hashing.digest([bank]), "format": marginals.FORMAT}
+        def compute() -> Tensor:
+            return marginals.log_mean_scores(bank, gallery, scale)
 
-        current = marks([self.bank]), scale
-        return self._cosine.numbers(gallery, current, facts, lambda: marginals.log_mean_scores(bank, gallery, scale))
+        return self._cosine.of(gallery, (marks([self.bank]), scale), compute)
 
     def head_numbers(self, gallery: Gallery) -> Tensor:
         """The logarithm of the mean of exp(score) under the head of all items: [N]."""
         assert self.source is not None
         source = self.source
 
-        def facts() -> dict[str, object]:
-            bank = hashing.digest([self.bank])
-            facts = {"hub": "head", "head": source.digest(), "direction": str(source.direction)}
-            return {**facts, "bank": bank, "format": marginals.FORMAT}
-
         def compute() -> Tensor:
             drawn = source.draw(self.bank)
             means = marginals.log_mean_scores(drawn.samples, gallery, drawn.kappa, drawn.bias)
             return means + source.learned(gallery).to(means)
 
-        current = marks([self.bank]), flow_marks(source.head)
-        return self._head.numbers(gallery, current, facts, compute)
+        return self._head.of(gallery, (marks([self.bank]), flow_marks(source.head)), compute)
 
     def of_items(self, items: Tensor, left_out: Tensor | None, scales: Sequence[float]) -> dict[str, Tensor]:
         """The same numbers of some `items` [n, d]: "hub" [S, n] for each of the scales and, with a head, "head_hub"

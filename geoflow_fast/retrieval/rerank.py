@@ -54,12 +54,11 @@ from geoflow_fast.retrieval.copies import first_numbers
 from geoflow_fast.retrieval.entropy import risk_lower_bound
 from geoflow_fast.retrieval.evidence import Evidence, Rung, cosines, most_probable
 from geoflow_fast.retrieval.features import BankLevel, query_feature_names, query_features
-from geoflow_fast.retrieval.freshness import ModelDigest, flow_marks
+from geoflow_fast.retrieval.freshness import ModelDigest, OncePerGallery, flow_marks
 from geoflow_fast.retrieval.gallery import Gallery, GallerySource, Store
 from geoflow_fast.retrieval.held_out import HeldOut, KnownItems
 from geoflow_fast.retrieval.hubs import MOST_ROWS, Hubs
 from geoflow_fast.retrieval.item_bank import ItemBank
-from geoflow_fast.retrieval.marginals import FORMAT, Remembered
 from geoflow_fast.retrieval.sources import HeadSource
 from geoflow_fast.retrieval.task import RetrievalTask, drawn_rows, judged_items
 from geoflow_fast.runtime import checks, hashing
@@ -221,7 +220,8 @@ class BayesReranker(nn.Module):
             self._use_bank(self._checked_bank(bank))
         self.calibration: Calibration | None = None
         self._digests = {"flow": ModelDigest(), "head": ModelDigest()}
-        self._head_marginals, self._learned = Remembered(), Remembered()
+        self._head_marginals: OncePerGallery[Tensor] = OncePerGallery()
+        self._learned: OncePerGallery[Tensor] = OncePerGallery()
 
     def _checked_widths(self) -> int:
         """The width of the queries. A ValueError says which widths do not fit each other."""
@@ -292,7 +292,7 @@ class BayesReranker(nn.Module):
             raise ValueError(f"gallery has width {other.dim}, but that of the re-ranker has {self.gallery.dim}")
         twin = copy.copy(self)
         twin.gallery = other.on(self.example.device)
-        twin._head_marginals, twin._learned = Remembered(), Remembered()
+        twin._head_marginals, twin._learned = OncePerGallery(), OncePerGallery()
         twin.hubs = None if self.bank is None else Hubs(self.bank, self.source)
         return twin
 
@@ -766,25 +766,20 @@ class BayesReranker(nn.Module):
         assert self.source is not None
         source = self.source
 
-        def facts() -> dict[str, Any]:
-            return {**source.marginal_facts(None), "head": source.digest()}
+        def compute() -> Tensor:
+            return source.item_marginals(self.gallery, None).float()
 
-        numbers = self._head_marginals.numbers(
-            self.gallery, flow_marks(source.head), facts, lambda: source.item_marginals(self.gallery, None).float()
-        )
-        return numbers.to(self.example)
+        return self._head_marginals.of(self.gallery, flow_marks(source.head), compute).to(self.example)
 
     def _learned_numbers(self) -> Tensor:
         """What the head has learned about each item: [N]."""
         assert self.source is not None
         source = self.source
 
-        def facts() -> dict[str, Any]:
-            return {"learned": str(source.direction), "head": source.digest(), "format": FORMAT}
+        def compute() -> Tensor:
+            return source.learned(self.gallery).float().cpu()
 
-        return self._learned.numbers(
-            self.gallery, flow_marks(source.head), facts, lambda: source.learned(self.gallery).float().cpu()
-        )
+        return self._learned.of(self.gallery, flow_marks(source.head), compute)
 
     def nearness(self, queries: Tensor, items: Tensor, index: Tensor | None) -> Tensor:
         """The score by which shortlists are ordered: [Q, K] float64, of items [Q, K, d] that are the rows `index`

@@ -21,7 +21,6 @@ from geoflow_fast.head.loss import point_scores
 from geoflow_fast.head.model import HeadPoints, PosteriorHead, head_digest
 from geoflow_fast.retrieval import marginals
 from geoflow_fast.retrieval.gallery import Gallery
-from geoflow_fast.runtime import hashing
 from geoflow_fast.runtime.progress import Advance
 
 
@@ -158,10 +157,6 @@ class HeadSource(Source):
 
     def digest(self) -> str:
         return head_digest(self.head)
-
-    def marginal_facts(self, reference: Tensor | None) -> dict[str, Any]:
-        bank = None if reference is None else hashing.digest([reference])
-        return {"direction": str(self.direction), "reference": bank, "format": marginals.FORMAT}
 
     @torch.no_grad()
     def item_marginals(self, gallery: Gallery, reference: Tensor | None) -> Tensor:

@@ -33,7 +33,6 @@ from geoflow_fast.evaluation.results import Comparison
 from geoflow_fast.jobs.decisions import open_lists
 from geoflow_fast.jobs.watch import WatchSettings, watch_file
 from geoflow_fast.retrieval.calibration import KIND, VERSION
-from geoflow_fast.retrieval.marginals import computed_once
 from geoflow_fast.retrieval.rerank import bank_file
 from geoflow_fast.runtime import parquet
 from geoflow_fast.runtime.files import JSON_BYTES, locked, read_json, read_toml, write_atomic
@@ -350,15 +349,6 @@ def test_a_calibration_of_the_wrong_types(tmp_path, change):
     path.write_text(json.dumps({"kind": KIND, "version": VERSION, **good, **change}))
     with pytest.raises(ValueError, match=r"calibration\.json"):
         gf.Calibration.load(path, {})
-
-
-def test_marginals_without_their_tensor(tmp_path):
-    facts = {"kappa": 3.0}
-    computed_once(tmp_path, facts, lambda: torch.zeros(3))
-    (path,) = tmp_path.glob("*.safetensors")
-    save_tensors(path, {"other": torch.zeros(3)}, kind="item marginals", info=facts)
-    with pytest.raises(ValueError, match=path.name):
-        computed_once(tmp_path, facts, lambda: torch.zeros(3))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 import geoflow_fast as gf
 from geoflow_fast import geometry
 from geoflow_fast.retrieval.freshness import ModelDigest, marks
+from geoflow_fast.retrieval.hubs import Hubs
 from geoflow_fast.retrieval.sources import HeadSource
 
 SETTINGS = {"n_samples": 6, "n_steps": 3, "kappa": 20.0}
@@ -82,6 +84,24 @@ def test_marginals_are_computed_once(head, monkeypatch):
     first = scorer.item_marginals()
     monkeypatch.setattr(HeadSource, "item_marginals", lambda *_: pytest.fail("computed again"))
     assert scorer.item_marginals() is first
+
+
+def test_hubs_are_those_of_the_gallery_that_is_asked_about(tmp_path):
+    """Galleries on disk have equal marks."""
+    galleries = [unit(50, 10, seed) for seed in (0, 1)]
+    for number, rows in enumerate(galleries):
+        np.save(tmp_path / f"{number}.npy", rows.numpy())
+    hubs = Hubs(unit(9, 10, 2), None)
+    kept = [gf.Gallery(tmp_path / f"{number}.npy") for number in (0, 1)]
+    for gallery, rows in zip(kept, galleries):
+        expected = Hubs(hubs.bank, None).cosine_numbers(gf.Gallery(rows), 5.0)
+        torch.testing.assert_close(hubs.cosine_numbers(gallery, 5.0), expected)
+
+
+def test_a_pickled_scorer_gives_the_same_marginals(head):
+    scorer = gf.RetrievalEntropy(head, unit(50, 10, 0))
+    expected = scorer.item_marginals()
+    assert torch.equal(pickle.loads(pickle.dumps(scorer)).item_marginals(), expected)
 
 
 def test_a_calibration_is_refused_after_the_flow_has_changed():
