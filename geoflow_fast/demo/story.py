@@ -32,6 +32,7 @@ from geoflow_fast.jobs.watch import Watched, WatchSettings, watch_file
 from geoflow_fast.retrieval.rerank import BayesReranker
 from geoflow_fast.retrieval.task import typical_queries
 from geoflow_fast.runtime import parquet
+from geoflow_fast.runtime.files import write_atomic
 from geoflow_fast.worlds import Captioned, ClipWorld
 
 ITEMS, CAPTIONS, HELD_OUT, BANK, SHORTLIST = 500, 6, 400, 1000, 64
@@ -251,7 +252,7 @@ def _page(
 ) -> Explored:
     names = [_name(world, int(scene)) for scene in searched.scene]
     for name, words in (("queries", queries.words), ("gallery", names)):
-        (folder / f"{name}.txt").write_text("\n".join(words), "utf-8")
+        write_atomic(folder / f"{name}.txt", "\n".join(words).encode())
     gallery = sources.Described(names, Rows([searched.image.numpy()], "gallery"))
     run = sources.RunFiles.open(folder)
     page = sources.explored(run, queries, gallery, labels=right, title="A search of the CLIP-like world, live")

@@ -32,9 +32,9 @@ from geoflow_fast.jobs.shard import EmbedSettings, Shard, prepared_samples
 from geoflow_fast.runtime import checks, parquet
 from geoflow_fast.runtime.files import (
     LOCK_FILE,
-    TEMPORARY_NAME,
     locked,
     sync_folder,
+    temporaries_of,
     write_atomic,
     write_json,
     write_npy,
@@ -169,7 +169,7 @@ class _EmbedJob:
                 raise FileExistsError(f"{self.out} is not the result of this job; move it, or ask to overwrite")
         left = read_facts(self.folder / FACTS_FILE)
         # A job that is killed at once may leave only these files.
-        begun = {LOCK_FILE, TEMPORARY_NAME.format(FACTS_FILE)}
+        begun = {LOCK_FILE, *(path.name for path in temporaries_of(self.folder / FACTS_FILE))}
         if left is None and self.folder.is_dir() and {path.name for path in self.folder.iterdir()} - begun:
             raise FileExistsError(f"{self.folder} holds something that geoflow embed did not make; move it")
         # Without encoded rows nothing is lost, so that a batch which was too large may be made smaller.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import json
 import os
+import secrets
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,10 +23,12 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 LOCK_FILE = ".lock"
-TEMPORARY_NAME = ".{}.tmp"
-"""The name under which a file is written before it gets its own. Each target has one such name, so that the next writer
-overwrites what a killed writer left behind."""
 JSON_BYTES = 1 << 24
 """Size of the largest JSON or TOML file that is read; those of geoflow_fast take kilobytes."""
 
@@ -41,31 +45,73 @@ _CONTENT_ERRORS = (
 def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], object]) -> None:
     """Writes a file under a temporary name, syncs it to disk and renames it, so that the old file stays on failure.
 
-    `content` is what the file shall hold, or a function that writes it into an open file.
+    `content` is what the file shall hold, or a function that writes it into an open file. Each writer has a temporary
+    file of its own in the same folder, which it locks: several may write one file at the same time, the last rename
+    counts, and every reader sees a whole file. What killed writers left behind is not locked, and the next writer of
+    the same file removes it.
     """
     if not path.name:
         raise IsADirectoryError(f"{path} is a folder; name a file in it")
-    temporary = path.with_name(TEMPORARY_NAME.format(path.name))
+    temporary: Path | None = None
     try:
-        temporary.unlink(missing_ok=True)
-        # The file is always created here, so a link that someone put under this name is not followed.
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN_FLAGS
-        with os.fdopen(os.open(temporary, flags, 0o666), "wb") as file:
+        _remove_left_behind(path)
+        temporary, file = _new_temporary(path)
+        with file:
             if callable(content):
                 content(file)
             else:
                 file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+            if fcntl is not None:  # the lock on the temporary file ends after it has its name
+                os.replace(temporary, path)
+        if fcntl is None:  # Windows renames only files that are closed
+            os.replace(temporary, path)
     except BaseException as error:
-        with contextlib.suppress(OSError):  # a failing disk may refuse this too; the next writer then removes the file
-            temporary.unlink(missing_ok=True)
+        if temporary is not None:
+            with contextlib.suppress(OSError):  # a failing disk may refuse this too; the next writer then removes it
+                temporary.unlink(missing_ok=True)
         if not isinstance(error, OSError):
             raise
         why = error.strerror or error
         raise OSError(error.errno, f"could not write {path} ({why}); what was there before is untouched") from error
     sync_folder(path.parent)
+
+
+def temporaries_of(path: Path) -> list[Path]:
+    """The temporary files of writers of a file, at work or killed."""
+    return sorted(path.parent.glob(f".{glob.escape(path.name)}.*.tmp"))
+
+
+def _new_temporary(path: Path) -> tuple[Path, BinaryIO]:
+    """A temporary file that did not exist before, locked where the file system has locks."""
+    while True:
+        temporary = path.with_name(f".{path.name}.{secrets.randbelow(10**12):012d}.tmp")
+        # The file is always created here, so a link that someone put under this name is not followed.
+        try:
+            handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN_FLAGS, 0o666)
+        except FileExistsError:
+            continue
+        file = os.fdopen(handle, "wb")
+        if fcntl is None:
+            return temporary, file
+        with contextlib.suppress(OSError):  # without locks on either side, nothing is removed
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        if os.fstat(handle).st_nlink:
+            return temporary, file
+        file.close()  # another writer took the file for left behind before it was locked
+
+
+def _remove_left_behind(path: Path) -> None:
+    """Removes the temporary files of a path that no writer holds locked, because their writers were killed."""
+    for temporary in temporaries_of(path) if fcntl is not None else ():
+        with contextlib.suppress(OSError):  # locked, finished meanwhile, a link, or in a folder that refuses
+            handle = os.open(temporary, os.O_WRONLY | os.O_NONBLOCK | _OPEN_FLAGS)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                temporary.unlink()
+            finally:
+                os.close(handle)
 
 
 def sync_folder(folder: Path) -> None:

@@ -77,9 +77,34 @@ def load_tensors(
     path: Path, *, kind: str, device: torch.device | str = "cpu", mapped: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Reads what `save_tensors` wrote: (tensors, info). A file that is damaged, of another version or of another kind
-    is a ValueError that names it. If `mapped`, the tensors are views of the file, which must not be written to."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist")
+    is a ValueError that names it. If `mapped`, the tensors are views of the file, which must not be written to.
+
+    The file is opened twice, for its checksum and for its tensors. Where a writer replaces it meanwhile, it is read
+    again.
+    """
+    while True:
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} does not exist")
+        before = _identity(path)
+        try:
+            loaded = _load(path, kind, device, mapped=mapped)
+        except ValueError:
+            if _identity(path) == before:
+                raise
+            continue
+        if _identity(path) == before:
+            return loaded
+
+
+def _identity(path: Path) -> tuple[int, ...]:
+    """What tells a file from the one that replaces it."""
+    state = path.stat()
+    return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
+
+
+def _load(
+    path: Path, kind: str, device: torch.device | str, *, mapped: bool
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     with (
         contents_of(path, "truncated or not a safetensors file"),
         safe_open(path, framework="pt", device=str(device)) as file,

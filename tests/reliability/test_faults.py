@@ -177,7 +177,7 @@ def test_killed_before_it_has_said_what_it_is(nursery, world, alone, tmp_path, n
     """The files that are left then belong to no job and do not prevent the next one."""
     wanted, undisturbed = alone[name]
     named = next(
-        k for k, done in enumerate(undisturbed.operations, 1) if done.endswith("job.json.tmp") and "rename" in done
+        k for k, done in enumerate(undisturbed.operations, 1) if re.search(r"rename .*job\.json\.\d+\.tmp$", done)
     )
     assert nursery.run(name, world, tmp_path / "run", Plan(strike_at=named)).status == -signal.SIGKILL
     finish(nursery, name, world, tmp_path / "run", wanted)
@@ -186,7 +186,7 @@ def test_killed_before_it_has_said_what_it_is(nursery, world, alone, tmp_path, n
 def test_steps_after_the_checkpoint_are_logged_once(nursery, world, alone, tmp_path):
     """A run killed after the lines of some steps and before their checkpoint repeats the steps and their lines."""
     wanted, undisturbed = alone["training"]
-    saved = places_of(undisturbed, "os.rename /.last.safetensors.tmp")
+    saved = places_of(undisturbed, "os.rename /.last.safetensors.#.tmp")
     assert nursery.run("training", world, tmp_path / "run", Plan(strike_at=saved[3])).status == -signal.SIGKILL
     finish(nursery, "training", world, tmp_path / "run", wanted)
     steps = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
@@ -197,14 +197,14 @@ def test_lines_are_on_disk_before_the_checkpoint(alone):
     """Then a power cut, which no test can simulate, loses none of them."""
     undisturbed = alone["training"][1]
     written, synced = (places_of(undisturbed, f"{what} /metrics.jsonl") for what in ("open", "fsync"))
-    for saved in places_of(undisturbed, "os.rename /.last.safetensors.tmp"):
+    for saved in places_of(undisturbed, "os.rename /.last.safetensors.#.tmp"):
         last_line = max(event for event in written if event < saved)
         assert any(last_line < event < saved for event in synced)
 
 
 def places_of(undisturbed: End, operation: str) -> list[int]:
-    """The numbers, from 1, of an operation on files."""
-    return [number for number, done in enumerate(undisturbed.operations, 1) if done == operation]
+    """The numbers, from 1, of an operation on files, whose names have # in place of a number."""
+    return [number for number, done in enumerate(undisturbed.operations, 1) if re.sub(r"\d+", "#", done) == operation]
 
 
 # ---- disks --------------------------------------------------------------------------------------------------------

@@ -494,7 +494,7 @@ def test_a_folder_takes_one_run_at_a_time_and_keeps_no_temporary_files(tmp_path)
     config = dataclasses.replace(CONFIG, steps=2)
     with locked(tmp_path), pytest.raises(OSError, match="another run is writing to"):
         gf.train(new_flow(), some_pairs(), config, out=tmp_path)
-    (tmp_path / ".last.safetensors.tmp").write_text("left by a writer that was killed")
+    (tmp_path / ".last.safetensors.000000000007.tmp").write_text("left by a writer that was killed")
     assert gf.train(new_flow(), some_pairs(), config, out=tmp_path).finished
     assert not list(tmp_path.glob(".*.tmp"))
 
