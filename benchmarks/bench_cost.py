@@ -2,12 +2,13 @@
 
 Sampling and re-ranking do not depend on the gallery and are timed once per network; scoring and search are timed at
 every size that fits, from a memory-mapped float16 file, as `geoflow entropy` reads it. What does not fit is computed
-from the largest size that did, in proportion to the items. GPUs are estimates by `geoflow_fast.plan`, not measurements.
+from the largest size that did, in proportion to the items. GPUs are estimates by `tools.costs`, not measurements.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +25,12 @@ from benchmarks.bench_gallery import FAISS, spectral_rows
 from benchmarks.common import cell, gate, scratch, seconds_of
 from benchmarks.flows import random_flow
 from benchmarks.suite import Table
-from geoflow_fast import plan
-from geoflow_fast.flow import costs
 from geoflow_fast.flow.sampling import FAST_SAMPLING as FAST
+from geoflow_fast.jobs.queries import BLOCK_QUERIES
 from geoflow_fast.noise import sample_uniform
+from geoflow_fast.retrieval.gallery import GPU_BLOCK_ROWS
+from geoflow_fast.runtime.device import GPU_ROWS_AT_ONCE
+from tools import costs
 
 GALLERIES = (10_000, 100_000, 1_000_000, 10_000_000)
 THOUSAND = 1000
@@ -35,6 +38,8 @@ SEARCHED, SCORED = 64, 16
 """Queries per pass over the gallery, of search and of scoring."""
 KAPPA, TOP_K = 100.0, 10
 BLOCK = 100_000
+LINKS = {"a100": 25e9, "h100": 50e9}
+"""Bytes per second from the machine's memory to the GPU."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +182,7 @@ def query_table(name: str, model: Model, fixed: dict[str, float], measured: Pass
 def estimates(config: gf.GeoFlowConfig) -> Table:
     """One GPU, arithmetic alone: seconds per 1,000 queries or pairs once the gallery is in the machine's memory."""
     rows = []
-    for device in ("a100", "h100"):
+    for device in LINKS:
         hours = {items: estimate(config, items, device) for items in GALLERIES}
         for title in hours[GALLERIES[0]]:
             values = by_items({items: f"{hours[items][title]:.2g}" for items in GALLERIES})
@@ -187,18 +192,26 @@ def estimates(config: gf.GeoFlowConfig) -> Table:
 
 def estimate(config: gf.GeoFlowConfig, items: int, device: str) -> dict[str, float]:
     """By method. Searching is bound by bringing the items to the device once per block of queries."""
-    fast, paper = (
-        plan.plan_scoring(items, config.image_dim, THOUSAND, device, 1, fast=fast).hours for fast in (True, False)
-    )
-    rates = plan.DEVICES[device].products
+    rates, passes = costs.PEAKS[device], math.ceil(THOUSAND / BLOCK_QUERIES)
+    bringing = passes * 4.0 * items * config.image_dim / (costs.BANDWIDTH_SHARE * LINKS[device])
+
+    def entropy(samples: int, velocities: int) -> float:
+        rows = 2 * samples * THOUSAND  # with and without the condition
+        batch = min(rows, GPU_ROWS_AT_ONCE)
+        sampling = velocities * rows / batch * costs.seconds(costs.velocity_work(config, batch), rates, "float32")
+        blocks = math.ceil(items / GPU_BLOCK_ROWS)
+        one = costs.scoring_work(BLOCK_QUERIES, samples, items / blocks, config.image_dim)
+        work = dataclasses.replace(one, kernels=one.kernels + costs.BLOCK_KERNELS) * blocks
+        return max(sampling + passes * costs.seconds(work, rates, "bfloat16", replayed=False), bringing)
+
     # Midpoint takes two evaluations a step. A re-ranked item has a point and a tangent in one solve, a pair 7 rows.
     pairs = costs.likelihood_work(config, THOUSAND)
     density = 20 * costs.seconds(pairs, rates, "float32")
     rerank = 12 * 2 / 7 * 32 * costs.seconds(pairs, rates, "float32")
     return {
-        "plain search": 3600 * fast["link"],
-        "plain search and `BayesReranker`": 3600 * fast["link"] + rerank,
-        "`RetrievalEntropy.fast`": 3600 * max(fast["sampling"] + fast["scoring"], fast["link"]),
-        "`RetrievalEntropy`, the paper's settings": 3600 * max(paper["sampling"] + paper["scoring"], paper["link"]),
+        "plain search": bringing,
+        "plain search and `BayesReranker`": bringing + rerank,
+        "`RetrievalEntropy.fast`": entropy(FAST["n_samples"], FAST["n_steps"]),
+        "`RetrievalEntropy`, the paper's settings": entropy(PAPER["n_samples"], PAPER["n_steps"]),
         "epistemic score of 1,000 pairs": density,
     }

@@ -5,7 +5,6 @@ from geoflow_fast import distributed as distributed
 from geoflow_fast import evaluation as evaluation
 from geoflow_fast import geometry as geometry
 from geoflow_fast import ops as ops
-from geoflow_fast import plan as plan
 from geoflow_fast import stores as stores
 from geoflow_fast import worlds as worlds
 from geoflow_fast.data.embeddings import Embeddings as Embeddings

@@ -24,6 +24,7 @@ from geoflow_fast import geometry as g
 from geoflow_fast.cli.app import app
 from geoflow_fast.data.rows import Rows
 from geoflow_fast.distributed import ALONE, LOST_SECONDS, RankLost, World, joined
+from geoflow_fast.jobs.entropy import preferred_layout
 from geoflow_fast.noise import sample_uniform
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.runtime.parquet import read_columns
@@ -199,6 +200,12 @@ def test_scores_of_ranks_are_those_of_one_process(folder, size, layout):
     before = (folder / "many.parquet").stat().st_mtime_ns
     ranks.score(ALONE, folder, "many.parquet", "auto")
     assert (folder / "many.parquet").stat().st_mtime_ns == before
+
+
+def test_the_layout_depends_on_memory_and_blocks():
+    assert preferred_layout(10, 20, 4, 4) == "queries"
+    assert preferred_layout(11, 20, 4, 4) == "gallery"
+    assert preferred_layout(10, 20, 3, 4) == "gallery"
 
 
 def test_layout_must_be_known(folder):

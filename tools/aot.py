@@ -26,10 +26,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from geoflow_fast.flow import costs
 from geoflow_fast.kernels import gallery, geodesic, network, probes
 from geoflow_fast.ops import dispatch
 from geoflow_fast.ops.gallery_lists import LONGEST_LIST
+from tools import costs
 
 NVIDIA = (80, 86, 89, 90, 100, 120)
 # Of a block: desktop and workstation GPUs (3090, 4090, 5090, A10, L4, L40S) have 99 KB.

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from geoflow_fast.flow import costs
+from tools import costs
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "csrc" / "cuda" / "sinkhorn.cu"

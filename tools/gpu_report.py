@@ -2,7 +2,7 @@
 
     python -m tools.gpu_report         runs the tests of the GPU, with compute-sanitizer if it is installed, then times
 
-`make test-gpu` runs it. Estimates are those of `geoflow_fast.flow.costs` for the most similar GPU that it knows, of
+`make test-gpu` runs it. Estimates are those of `tools.costs` for the most similar GPU that it knows, of
 whole paths from the counts of `tools.launches`. What fails has a line in the table that says so, and the exit status is
 1 then; the table is printed all the same.
 """
@@ -27,16 +27,15 @@ from torch import Tensor, nn
 
 import geoflow_fast as gf
 from geoflow_fast.directions import DIRECTIONS, Direction
-from geoflow_fast.flow import costs
 from geoflow_fast.flow.sampling import StartingPoints, sample_conditional
 from geoflow_fast.likelihood.reverse_ode import density_estimates
 from geoflow_fast.noise import sample_uniform
 from geoflow_fast.ops import native
-from geoflow_fast.plan import DEVICES
 from geoflow_fast.training import loop
 from geoflow_fast.training.batches import Prefetcher
 from geoflow_fast.training.flow_matching import FlowMatching
 from geoflow_fast.training.logging import StepRate
+from tools import costs
 
 TESTS = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu", "-k"]
 SANITIZER = "compute_sanitizer"
@@ -97,8 +96,8 @@ def timed(what: str, run: Callable[[], object], expected: float, note: Callable[
 
 
 def known_gpu(name: str) -> str:
-    """The GPU of `plan.DEVICES` with which this one is compared."""
-    return next((key for key in DEVICES if key in name.lower().replace(" ", "")), "a100")
+    """The GPU of `costs.PEAKS` with which this one is compared."""
+    return next((key for key in costs.PEAKS if key in name.lower().replace(" ", "")), "a100")
 
 
 def on_device(module: nn.Module) -> nn.Module:
@@ -109,7 +108,7 @@ def on_device(module: nn.Module) -> nn.Module:
 def timings() -> Iterator[Row]:
     """Lines for the memory, for whole paths and for single kernels."""
     gpu = known_gpu(torch.cuda.get_device_name())
-    rates = DEVICES[gpu].products
+    rates = costs.PEAKS[gpu]
     yield _copy(rates)
     yield from _paths(rates)
     yield from _calls(gpu)

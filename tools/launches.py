@@ -51,15 +51,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import geoflow_fast as gf
 from geoflow_fast import kernels
 from geoflow_fast.directions import DIRECTIONS, Direction
-from geoflow_fast.flow import costs
 from geoflow_fast.likelihood.reverse_ode import density_estimates
 from geoflow_fast.ops import dispatch, native, triton_kernels
-from geoflow_fast.plan import DEVICES
 from geoflow_fast.retrieval.sources import FlowSource
 from geoflow_fast.training import loop
 from geoflow_fast.training.batches import Prefetcher
 from geoflow_fast.training.flow_matching import FlowMatching
 from geoflow_fast.training.logging import StepRate
+from tools import costs
 
 DEVICE = "cuda"
 CUDA, META = 1, 14
@@ -687,8 +686,8 @@ def table(counts: dict[str, Count]) -> str:
 
 
 def estimated_ms(numbers: Mapping[str, Any], gpu: str) -> float:
-    """Milliseconds of what was counted, by the rates of `geoflow_fast.flow.costs`."""
-    rates, flops = DEVICES[gpu].products, numbers["flops"]
+    """Milliseconds of what was counted, by the rates of `tools.costs`."""
+    rates, flops = costs.PEAKS[gpu], numbers["flops"]
     # Products of any type take the time of so many in float32.
     peak = rates.products("float32")
     same = {"float16": "bfloat16", "float64": "float32"}  # the few in float64 are not worth a rate

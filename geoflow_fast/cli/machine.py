@@ -1,18 +1,15 @@
-"""`geoflow doctor` shows what this machine can run; `geoflow plan` estimates what a cluster would take."""
+"""`geoflow doctor` shows what this machine can run."""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import platform
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
-from geoflow_fast.cli.base import BlockFlag, Commands, JsonFlag, PresetFlag, RankLayout, model_option, print_json
+from geoflow_fast.cli.base import Commands, JsonFlag, print_json
 
 if TYPE_CHECKING:
     from geoflow_fast.ops.dispatch import BackendTable
@@ -38,53 +35,6 @@ def doctor(as_json: JsonFlag = False) -> None:
     console.print(rows, markup=False)
     for reason, number in reasons.items():
         console.print(f"[{number}] {reason}", markup=False)
-
-
-@app.command(epilog="Example: geoflow plan --gallery 1e9 --dim 1024 --queries 1e6 --device h100 --gpus 64")
-def plan(
-    gallery: Annotated[float | None, typer.Option(help="Number of gallery items; 1e9 is allowed.")] = None,
-    dim: Annotated[int | None, typer.Option(help="Width of the embeddings. Default: that of --model.")] = None,
-    queries: Annotated[float | None, typer.Option(help="Number of queries, with --gallery.")] = None,
-    pairs: Annotated[float | None, typer.Option(help="Number of training pairs, to estimate training.")] = None,
-    preset: PresetFlag = "auto",
-    model: Annotated[
-        Path | None, model_option("Folder of a trained flow to score with. Default: the paper's network.")
-    ] = None,
-    device: Annotated[
-        str, typer.Option(help="a100, h100, h200, b200, rtx4090; or cpu for this machine, whose speed is measured.")
-    ] = "h100",
-    gpus: Annotated[int, typer.Option(help="Number of devices.")] = 1,
-    block: BlockFlag = 64,
-    fast: Annotated[bool, typer.Option("--fast/--no-fast", help="Use the settings of geoflow entropy --fast.")] = False,
-    layout: Annotated[
-        RankLayout, typer.Option(help="What the devices divide among them: the gallery or the queries.")
-    ] = "auto",
-    as_json: JsonFlag = False,
-) -> None:
-    """Estimates memory, operations, transfers and hours of geoflow entropy, with --gallery and --queries, and the hours
-    of geoflow train, with --pairs, on a cluster or on this machine, without running them."""
-    from geoflow_fast import plan as planning
-    from geoflow_fast.flow.model import GeoFlow
-
-    shape = None if model is None else GeoFlow.from_pretrained(model).config
-    width = dim if dim is not None or shape is None else shape.image_dim
-    if width is None:
-        raise ValueError("give --dim, the width of the embeddings, or --model")
-    if (gallery is None) != (queries is None) or (gallery is None and pairs is None):
-        raise ValueError("give --gallery and --queries, to estimate scoring, or --pairs, to estimate training")
-    estimates: dict[str, Any] = {}
-    if pairs is not None:
-        estimates["training"] = planning.plan_training(int(pairs), width, device, gpus, preset=preset)
-    if gallery is not None and queries is not None:
-        options: dict[str, Any] = {"block": block, "fast": fast, "layout": layout, "shape": shape}
-        estimates["scoring"] = planning.plan_scoring(int(gallery), width, int(queries), device, gpus, **options)
-    if as_json:
-        parts = {name: dataclasses.asdict(estimate) for name, estimate in estimates.items()}
-        print_json({**parts.pop("scoring", {}), **parts})
-        return
-    for name, estimate in estimates.items():
-        title = f"{int(queries or 0):,} queries over {int(gallery or 0):,} items" if name == "scoring" else "training"
-        Console().print(facts_table(f"{title}, width {width}, on {gpus} x {device}", planning.as_table(estimate)))
 
 
 def machine_facts() -> dict[str, str]:

@@ -218,7 +218,7 @@ def train(
         elif not head:
             if world.is_main and not as_json:
                 flow_settings = {**run_settings, **couplings}
-                typer.echo(_announcement(data, preset, flow_settings, centre, pca, device, with_head=head is None))
+                typer.echo(_announcement(data, preset, flow_settings, centre, pca, device))
             options: dict[str, Any] = {"centre": centre, "pca_dim": pca, "device": device, "resume": not overwrite}
             report = train_from_preset(*run, **options, world=world)
         if head or (head is None and report is not None and report.finished and method == "geoflow"):
@@ -296,25 +296,21 @@ def _announcement(
     centre: bool | None,
     pca: int | None,
     device: str,
-    *,
-    with_head: bool,
 ) -> str:
-    """What is about to be trained, in one line: pairs, parameters, preset and how long it will take at most."""
-    from geoflow_fast import plan
-    from geoflow_fast.runtime import processors
+    """What is about to be trained, in one line: pairs, parameters, preset and steps."""
+    import torch
+
+    from geoflow_fast.flow.model import GeoFlow
     from geoflow_fast.runtime.device import usable_device
     from geoflow_fast.training.flow_matching import cores_of, preset_settings
 
-    where = usable_device(device)
-    shape, config = preset_settings(preset, pairs, overrides, centre=centre, pca_dim=pca, cores=cores_of(where))
+    cores = cores_of(usable_device(device))
+    shape, config = preset_settings(preset, pairs, overrides, centre=centre, pca_dim=pca, cores=cores)
+    with torch.device("meta"):
+        millions = GeoFlow(shape).num_parameters() / 1e6
     size = f"{len(pairs):,} pairs of widths {pairs.image_dim} and {pairs.text_dim}"
-    network = f"{plan.parameters(shape) / 1e6:.2f} million parameters, preset {preset}"
     run = f"at most {config.steps:,} steps of {config.batch_size}"
-    if where.type != "cpu":
-        return f"{size}; {network}, {run}"
-    seconds = plan.training_seconds(shape, config, pairs=len(pairs), with_head=with_head)
-    time = f"expected time at most {plan.duration(seconds)}{' with the head' * with_head}"
-    return f"{size}; {network}, {run}; {time}{f', {processors.BUSY}' if processors.is_busy() else ''}"
+    return f"{size}; {millions:.2f} million parameters, preset {preset}, {run}"
 
 
 def _check_flags(context: typer.Context, head: bool | None, method: str) -> None:

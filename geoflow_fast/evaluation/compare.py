@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from geoflow_fast import plan
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.directions import CONDITIONAL
 from geoflow_fast.evaluation import registry
@@ -81,8 +80,6 @@ def compare(
         for method in chosen:
             method.check(task)
     operations = [method.operations(sum(map(len, tasks))) for method in chosen]
-    for line in cost_lines(chosen, operations):
-        announce(line)
     plain = [plain_search(task) for task in tasks]
     for task, answers in zip(tasks, plain):
         sizes = f"{len(task)} queries over {len(task.items)} items"
@@ -118,15 +115,6 @@ def tasks_of(
     if directions is not None or max_queries is not None:
         raise ValueError("directions and max_queries belong to pairs; a task has a direction and queries of its own")
     return [test]
-
-
-def cost_lines(methods: Sequence[Method], operations: Sequence[float]) -> list[str]:
-    """What each method costs, about, on this machine: those that cost next to nothing in one line."""
-    free = [method.name for method, count in zip(methods, operations) if not count]
-    lines = [f"no long training: {', '.join(free)}"] if free else []
-    rate = plan.training_rate() if any(operations) else 1.0
-    dear = ((method.name, count / rate) for method, count in zip(methods, operations) if count)
-    return lines + [f"{name}: about {plan.duration(seconds)} on this machine's processors" for name, seconds in dear]
 
 
 def check_bins(queries: int, bins: int = BINS) -> None:

@@ -12,17 +12,17 @@ from geoflow_fast.directions import DIRECTIONS
 from geoflow_fast.evaluation.methods import Method, Scores, Study, posterior_scores, right_per_query
 from geoflow_fast.flow.model import flow_digest
 from geoflow_fast.flow.sampling import FAST_SAMPLING, SamplingSettings
+from geoflow_fast.flow.solvers import EVALUATIONS
 from geoflow_fast.likelihood.density import chain_rule
 from geoflow_fast.likelihood.reverse_ode import density_estimates
 from geoflow_fast.likelihood.settings import DensitySettings
-from geoflow_fast.plan import EVALUATIONS
 from geoflow_fast.retrieval.bandwidth import fit_bandwidth
 from geoflow_fast.retrieval.entropy import RetrievalEntropy
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.retrieval.task import RetrievalTask
 
 TUNING_QUERIES = 256
-"""Queries that tuning takes besides those that are scored, when costs are estimated."""
+"""Queries that tuning takes besides those that are scored."""
 
 
 class FlowMethod(Method):

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from geoflow_fast.evaluation.methods import Method, Scores, Study
 from geoflow_fast.flow.model import GeoFlow, flow_digest
+from geoflow_fast.flow.solvers import EVALUATIONS
 from geoflow_fast.head.model import head_digest
-from geoflow_fast.plan import EVALUATIONS
 from geoflow_fast.retrieval.copies import first_numbers
 from geoflow_fast.retrieval.hubs import MOST_ROWS
 from geoflow_fast.retrieval.rerank import FLOW_ITEMS, BayesReranker

@@ -12,8 +12,10 @@ from geoflow_fast.geometry import capturing, eps
 from geoflow_fast.manifolds import SPHERE, Manifold, Motion
 from geoflow_fast.runtime import checks
 
-SOLVERS = ("euler", "midpoint", "ab2", "rk4")
+EVALUATIONS = {"euler": 1, "midpoint": 2, "ab2": 1, "rk4": 4}
+"""Evaluations of the velocity per step of each solver."""
 
+SOLVERS = tuple(EVALUATIONS)
 
 GRIDS = ("uniform", "late", "early")
 

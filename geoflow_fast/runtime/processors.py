@@ -18,7 +18,6 @@ INTERRUPTIONS = 25.0
 """On a busy machine a thread is interrupted at least so often per second that it computes; otherwise a few times."""
 GLANCE_SECONDS = 0.2
 ROOT = Path("/")
-BUSY = "longer now, because the machine is busy (geoflow doctor)"
 
 
 def affinity() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -63,6 +64,14 @@ class ProgressLine:
             sys.stderr.write(f"{self.label} {done:,} of {self.total:,}, {words}, {left} left\n".lstrip())
             sys.stderr.flush()
 
+    def say(self, words: str) -> None:
+        """Shows a line of its own: above a live line, or in the log."""
+        if self.bar is not None:
+            self.bar.console.print(words, highlight=False, soft_wrap=True)
+        elif self.logged:
+            sys.stderr.write(f"{words}\n")
+            sys.stderr.flush()
+
     def _seconds_each(self) -> float:
         """Seconds per row since this line began; 0 before the first."""
         return (time.monotonic() - self.began) / (self.done - self.start) if self.done > self.start else 0.0
@@ -94,6 +103,13 @@ def in_notebook() -> bool:
     from rich.console import Console
 
     return Console().is_jupyter
+
+
+def duration(seconds: float) -> str:
+    """A time in words, rounded up."""
+    if seconds < 60:
+        return f"{max(10, 10 * math.ceil(seconds / 10))} s"
+    return f"{math.ceil(seconds / 60)} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def clock_time(seconds: float) -> str:

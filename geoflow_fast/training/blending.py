@@ -146,12 +146,6 @@ def _losses(x: Array, weights: Array) -> tuple[Array, Array]:
     return np.log(total[:, 0]) + top[:, 0] - logits[:, 0], mean - x[:, 0]
 
 
-def blending_rows(held_out: int) -> int:
-    """Rows that go through the network, derivatives included, if so many pairs are held out."""
-    solves = len(CONDITIONAL) * len((NONE, HALF, WHOLE)) * min(QUERIES, held_out) * CANDIDATES
-    return 3 * DENSITY.n_steps * solves  # a midpoint step is two evaluations, one of them with a tangent
-
-
 def blend(
     flow: GeoFlow, first_gains: Sequence[Tensor], pairs: EmbeddingPairs, val: EmbeddingPairs, seed: int
 ) -> dict[str, Any]:

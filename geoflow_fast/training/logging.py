@@ -11,9 +11,11 @@ from pathlib import Path
 
 from geoflow_fast.runtime import extras
 from geoflow_fast.runtime.files import truncate_jsonl
-from geoflow_fast.runtime.progress import ProgressLine
+from geoflow_fast.runtime.progress import LOG_SECONDS, ProgressLine, duration
 
 METRICS_FILE, TENSORBOARD_FOLDER = "metrics.jsonl", "tensorboard"
+MEASURED_STEPS = 50
+"""So many steps of a run tell how long the rest will take; the first of them, which warms up, does not count."""
 
 
 def check_tensorboard(folder: Path | None) -> None:
@@ -68,11 +70,14 @@ class Metrics:
 
 
 class TrainingLine:
-    """The progress of a run: steps, the latest losses, rate, time left, and the coupling's share of a step's time."""
+    """The progress of a run: steps, the latest losses, rate, time left, and the coupling's share of a step's time.
+
+    After the first steps, one line gives the expected time of a run that takes longer than a moment."""
 
     def __init__(self, total: int, start: int, *, shown: bool | None) -> None:
         self.line = ProgressLine(total, start, "", shown=shown, label="training")
         self.latest: dict[str, float] = {}
+        self.steps, self.start, self.warm = total - start, start, 0.0
 
     def update(self, step: int, values: dict[str, float]) -> None:
         """Shows the step and the latest of all metrics so far."""
@@ -80,6 +85,18 @@ class TrainingLine:
         shown = (("loss", "loss", "{:.4g}"), ("val", "val_loss", "{:.4g}"), ("OT", "coupling_share", "{:.0%}"))
         words = [f"{name} {form.format(self.latest[key])}" for name, key, form in shown if key in self.latest]
         self.line.update(step, " ".join(words))
+        taken = step - self.start
+        if taken == 1:
+            self.warm = time.monotonic()
+        elif taken == MEASURED_STEPS:
+            self._say_expected((time.monotonic() - self.warm) / (taken - 1))
+
+    def _say_expected(self, seconds: float) -> None:
+        """Validation may stop the run early, so the time for all its steps is the longest."""
+        if self.steps * seconds >= LOG_SECONDS:
+            expected, rate = duration(self.steps * seconds), f"{1 / seconds:.3g} steps/s"
+            first = f"measured over the first {MEASURED_STEPS}"
+            self.line.say(f"expected: at most {expected} for {self.steps:,} steps ({rate}, {first})")
 
     def close(self) -> None:
         """Leaves the terminal as it was."""

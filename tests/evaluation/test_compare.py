@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 
 import numpy as np
 import pytest
@@ -161,8 +160,6 @@ def test_a_stop_leaves_a_report_of_the_cheap_methods(pairs, held_out):
         (method, direction) for direction in ("t2i", "i2t") for method in ("margin", "max_softmax")
     ]
     assert all(r.lead for r in known.results)
-    assert lines[0] == "no long training: margin, max_softmax"
-    assert re.fullmatch(r"slow: about \d+ (s|min) on this machine's processors", lines[1])
     assert lines.index("t2i: slow") > lines.index("i2t: cosine margin")  # the cheapest come first
 
 

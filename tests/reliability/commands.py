@@ -135,7 +135,6 @@ COMMANDS: dict[str, Command] = {
         },
         ("log.parquet",),
     ),
-    "plan": Command({"gallery": "1e6", "dim": "64", "queries": "1e3", "device": "h100", "gpus": "2", "block": "64"}),
     "evaluate": Command(
         {
             "model": "model",

@@ -57,6 +57,38 @@ def test_a_line_of_training_fits_eighty_columns_and_keeps_the_validation_loss(cl
     assert re.sub(r"━+", "━", words).startswith("training ━ 120000/120000 loss 3.212 val 2.96 OT 12% 5/s 0:00:00")
 
 
+@pytest.mark.parametrize(
+    ("start", "seconds", "expected"),
+    [
+        (0, 0.04, "expected: at most 14 min for 20,000 steps (25 steps/s, measured over the first 50)\n"),
+        (15_000, 4.0, "expected: at most 5.6 h for 5,000 steps (0.25 steps/s, measured over the first 50)\n"),
+        (0, 0.001, ""),  # over in 20 seconds
+    ],
+)
+def test_the_expected_time_is_that_of_the_first_steps_times_all(clock, capsys, start, seconds, expected):
+    """Neither the validation before the first step nor the step that warms up counts."""
+    line = TrainingLine(20_000, start, shown=None)
+    line.line.told = clock[0] + 1e6  # no other lines
+    clock[0] += 60
+    line.update(start, {"val_loss": 3.0})
+    clock[0] += 20
+    for step in range(start + 1, start + 200):
+        line.update(step, {})
+        clock[0] += seconds
+    line.close()
+    assert capsys.readouterr().err == expected
+
+
+def test_the_expected_time_stands_above_a_live_line_and_nowhere_if_nothing_is_shown(clock, capsys):
+    for shown in (True, False):
+        line = TrainingLine(20_000, 0, shown=shown)
+        for step in range(60):
+            clock[0] += 1.0
+            line.update(step, {})
+        line.close()
+        assert ("expected: at most 5.6 h for 20,000 steps (1 steps/s" in capsys.readouterr().err) is shown
+
+
 def test_a_log_gets_a_plain_line_now_and_then(clock, capsys):
     line = ProgressLine(1000, 100, "queries", label="scoring")
     for done in range(101, 201):

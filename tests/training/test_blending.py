@@ -226,9 +226,3 @@ def test_the_scale_of_features_is_that_of_one_entry():
         losses = blending.crossed_losses(features, fold)
     np.testing.assert_allclose(losses, np.log(5))
     np.testing.assert_allclose(np.array(scaled), 1.0, atol=0.3)
-
-
-@pytest.mark.parametrize(("held_out", "queries"), [(30, 30), (400, 400), (5000, 400)])
-def test_the_rows_of_the_choice_are_counted(held_out, queries):
-    """Two directions, three shares, 16 items of each query, and in each of four steps two points and a tangent."""
-    assert blending.blending_rows(held_out) == 2 * 3 * queries * 16 * 4 * 3

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,16 +17,16 @@ pytest.importorskip("triton", reason="the CUDA path needs triton")
 from geoflow_fast import ops
 from geoflow_fast.directions import DIRECTIONS, Direction
 from geoflow_fast.distributed import ALONE, World
-from geoflow_fast.flow import costs
 from geoflow_fast.flow.sampling import network_rows_at_once
 from geoflow_fast.head.loss import _tiles, point_scores
 from geoflow_fast.likelihood.reverse_ode import density_estimates, pairs_at_once
 from geoflow_fast.ops import dispatch, native, transport_solvers
 from geoflow_fast.ops.ot_assign import assign_late
+from geoflow_fast.retrieval.gallery import GPU_BLOCK_ROWS
 from geoflow_fast.retrieval.sources import FlowSource
 from geoflow_fast.runtime.device import rows_at_once
 from geoflow_fast.runtime.graphs import Graphs
-from tools import launches
+from tools import costs, launches
 from tools.launches import Count, counted, fake_rows, list_launches, on_gpu, training
 
 
@@ -65,6 +66,59 @@ def test_the_bytes_between_products_are_those_that_are_counted():
     assert path("one guided velocity").row_bytes == pytest.approx(velocity.row_bytes, rel=0.05)
     likelihood = costs.likelihood_work(shape, launches.PAIRS)
     assert path("one likelihood evaluation").row_bytes == pytest.approx(likelihood.row_bytes, rel=0.05)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("path", ["velocity", "likelihood"])
+def test_the_costs_are_those_that_are_counted(path, precision):
+    """No estimate assumes a path that does not exist: kernels are equal, operations and bytes nearly."""
+    shape = gf.GeoFlowConfig.paper()
+    if path == "velocity":
+        count = launches.sampling(4, precision) - launches.sampling(3, precision)
+        work = costs.velocity_work(shape, 2 * launches.QUERIES * launches.SAMPLES, precision)
+    else:
+        count = launches.likelihood(4, precision) - launches.likelihood(3, precision)
+        work = costs.likelihood_work(shape, launches.PAIRS, precision)
+    assert count.kernels.total() == work.kernels
+    assert count.flops[precision] == pytest.approx(work.operations, rel=0.02)
+    assert count.bytes == pytest.approx(work.bytes, rel=0.05)
+
+
+@pytest.mark.parametrize("kappa", [100.0, 2e4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_costs_of_scoring_are_those_that_are_counted(dtype, kappa):
+    """Operations by the units that compute them, and kernels, of the launches that the code makes."""
+    with counted() as count:
+        samples, items = fake_rows(16, 50, 1024, dtype=dtype), fake_rows(5000, 1024, dtype=dtype)
+        gf.kernels.gallery.gallery_statistics(samples, items, kappa, 10, None, None)
+    kind = "bfloat16" if dtype == torch.bfloat16 else "tf32" if kappa > 1e4 else "float32"
+    work = costs.scoring_work(16, 50, 5000, 1024, kind)
+    unit = "tf32" if kind == "tf32" else "bfloat16"
+    assert count.flops == {unit: pytest.approx(work.operations)}
+    assert count.kernels.total() == work.kernels
+    assert count.bytes == pytest.approx(work.bytes, rel=0.35)  # and what it writes
+
+
+def test_blocks_of_a_mapped_gallery_wait_for_each_other():
+    """A block of items takes as many kernels as estimates count, is copied once and waited for once."""
+    counts = []
+    for blocks in (2, 3):
+        rows = np.zeros((blocks * GPU_BLOCK_ROWS, 16), dtype=np.float32)
+        rows[:, 0] = 1.0
+        with counted() as count:
+            gf.Gallery(rows).statistics(fake_rows(4, 8, 16), 30.0, 10)
+        counts.append(count)
+    block = counts[1] - counts[0]
+    assert block.kernels.total() == costs.scoring_work(4, 8, 1, 16).kernels + costs.BLOCK_KERNELS
+    assert block.synchronisations == {"copy to the device": 1, "item": 1}
+
+
+def test_small_batches_wait_for_the_host():
+    shape, rates = gf.GeoFlowConfig.paper(), costs.PEAKS["h100"]
+    work = costs.velocity_work(shape, 500, "bfloat16")
+    replayed, started = (costs.seconds(work, rates, "bfloat16", replayed=how) for how in (True, False))
+    assert started - replayed == pytest.approx(67 * 18e-6)
+    assert started > 3 * replayed
 
 
 def test_views_and_host_work_are_free():

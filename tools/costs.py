@@ -1,6 +1,6 @@
 """What the GPU path costs: kernels, bytes and operations of one evaluation of a network, and the seconds they take.
 
-`geoflow plan`, the tables of the documentation and the tests share these numbers. The counts are formulas of what
+The tables of the documentation and `tools.gpu_report` share these numbers. The counts are formulas of what
 `python -m tools.launches` counts on the code itself; a test compares both. The rates are vendors' peaks times the
 shares that kernels of this kind usually reach. Nothing here was measured on a GPU.
 """
@@ -16,6 +16,8 @@ COMPUTE_SHARE, BANDWIDTH_SHARE = 0.60, 0.85
 """Shares of a vendor's peak rates that are reached in practice."""
 REPLAYED_SECONDS, STARTED_SECONDS = 2e-6, 20e-6
 """What a kernel costs besides its work: as part of a CUDA graph, and when Python starts it."""
+BLOCK_KERNELS = 52
+"""Kernels for each block of a mapped gallery besides those of `scoring_work`: checks and merging."""
 ELEMENT_BYTES = {"float32": 4, "tf32": 4, "bfloat16": 2}
 SCORING_PRODUCTS = {"float32": 3, "tf32": 3, "bfloat16": 1}
 """A product of rows with a gallery takes so many: float32 rows are split into two bfloat16 parts each, three of whose
@@ -50,6 +52,16 @@ class ProductRates:
         """The peak rate in one precision; TF32 has half that of bfloat16."""
         checks.one_of(precision, "precision", tuple(ELEMENT_BYTES))
         return {"bfloat16": self.bfloat16, "tf32": self.bfloat16 / 2, "float32": self.float32}[precision]
+
+
+PEAKS = {
+    "a100": ProductRates(312e12, 19.5e12, 2.04e12),
+    "h100": ProductRates(989e12, 67e12, 3.35e12),
+    "h200": ProductRates(989e12, 67e12, 4.80e12),
+    "b200": ProductRates(2250e12, 80e12, 8.00e12),
+    "rtx4090": ProductRates(165e12, 82.6e12, 1.008e12),
+}
+"""Vendors' peaks of the GPUs for which there are estimates."""
 
 
 def seconds(work: Work, rates: ProductRates, precision: str, *, replayed: bool = True) -> float:
