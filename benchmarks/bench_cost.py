@@ -81,8 +81,8 @@ def per_query(model: Model, flow: gf.GeoFlow) -> dict[str, float]:
     reranker = gf.BayesReranker(flow, sample_uniform(1000, model.config.image_dim))
     shortlists = torch.arange(model.queries * reranker.flow_items).view(model.queries, -1) % 1000
     runs = {
-        "fast": lambda: gf.sample(flow, text=queries, **FAST),
-        "paper": lambda: gf.sample(flow, text=queries, **PAPER),
+        "fast": lambda: gf.sample(flow, text=queries, settings=FAST),
+        "paper": lambda: gf.sample(flow, text=queries, settings=PAPER),
         "rerank": lambda: reranker.rerank(queries, shortlists),
     }
     return {name: best_of_two(run) / model.queries for name, run in runs.items()}
@@ -119,7 +119,7 @@ def passes(model: Model, mapped: np.ndarray) -> Passes:
     """Search and scoring at every size that fits."""
     measured, width = Passes(), model.config.image_dim
     queries = sample_uniform(SEARCHED, width)
-    samples = sample_uniform(SCORED * FAST["n_samples"], width).view(SCORED, FAST["n_samples"], width)
+    samples = sample_uniform(SCORED * FAST.n_samples, width).view(SCORED, FAST.n_samples, width)
     for items in (n for n in GALLERIES if n <= model.most_items):
         gallery = gf.Gallery(mapped[:items])
         searched = lambda g=gallery: g.search(queries, TOP_K)[1]  # noqa: E731
@@ -171,8 +171,8 @@ def query_table(name: str, model: Model, fixed: dict[str, float], measured: Pass
     rows = [
         row("plain search, geoflow_fast", 0.0, measured.search),
         row("plain search and `BayesReranker`", fixed["rerank"], measured.search),
-        row("`RetrievalEntropy.fast`", fixed["fast"], measured.score, FAST["n_samples"]),
-        row("`RetrievalEntropy`, the paper's settings", fixed["paper"], measured.score, PAPER["n_samples"]),
+        row("`RetrievalEntropy.fast`", fixed["fast"], measured.score, FAST.n_samples),
+        row("`RetrievalEntropy`, the paper's settings", fixed["paper"], measured.score, PAPER.n_samples),
     ]
     if measured.faiss:
         rows.insert(0, row("plain search, FAISS exact, float32 in memory", 0.0, measured.faiss))

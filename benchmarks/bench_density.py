@@ -43,7 +43,7 @@ class Pairs:
         return gf.epistemic(self.rows.flow, self.rows.image, self.rows.text, generator=generator, **options).score
 
     def paper(self) -> Tensor:
-        return self.ours(**{**gf.PAPER_DENSITY, "n_steps": self.steps})
+        return self.ours(n_steps=self.steps, settings=gf.PAPER_DENSITY)
 
     def by(self, log_density: Callable[..., Tensor]) -> Tensor:
         torch.manual_seed(1)
@@ -93,9 +93,9 @@ CONTENDERS = (
     OURS,
     *with_mkl_alone(OURS),
     *in_bfloat16(
-        Contender("geoflow_fast, default, bfloat16", lambda p: p.ours(**HALF), agrees=within_noise(1)),
+        Contender("geoflow_fast, default, bfloat16", lambda p: p.ours(settings=HALF), agrees=within_noise(1)),
     ),
-    Contender("geoflow_fast, `FAST_DENSITY`", lambda p: p.ours(**gf.FAST_DENSITY), agrees=within_noise(1)),
+    Contender("geoflow_fast, `FAST_DENSITY`", lambda p: p.ours(settings=gf.FAST_DENSITY), agrees=within_noise(1)),
 )
 
 

@@ -52,7 +52,7 @@ class Scene:
 
     def by(self, sampler: Callable[..., Tensor]) -> Tensor:
         """From the same noise, with another solver."""
-        scorer = gf.RetrievalEntropy(self.flow, self.gallery, **self.settings)
+        scorer = gf.RetrievalEntropy(self.flow, self.gallery, settings=self.settings)
         start = StartingPoints.draw(
             self.settings, self.flow.config.flow_dims, scorer.direction, torch.Generator().manual_seed(scorer.seed)
         )
@@ -63,7 +63,7 @@ class Scene:
     def truths(self) -> tuple[Tensor, Tensor]:
         """Of the paper's settings, and of the fast ones: a dense posterior in float64 from samples."""
         drawn = (
-            gf.sample(self.flow, text=self.queries, **one, generator=torch.Generator().manual_seed(0))[0]
+            gf.sample(self.flow, text=self.queries, settings=one, generator=torch.Generator().manual_seed(0))[0]
             for one in (self.settings, FAST_SAMPLING)
         )
         paper, fast = (twins.dense_entropy(x.double(), self.gallery.double(), 100.0) for x in drawn)

@@ -47,12 +47,6 @@ Isa best_isa() {
 #endif
 }
 
-// "0" in a variable that earlier releases read.
-bool is_forbidden(const char* variable) {
-    const char* const wish = std::getenv(variable);
-    return wish != nullptr && wish[0] == '0';
-}
-
 struct Choice {
     Isa isa;
     std::string problem;
@@ -62,11 +56,7 @@ const Choice& choice() {
     static const Choice made = [] {
         const Isa best = best_isa();
         const char* const wish = std::getenv("GEOFLOW_ISA");
-        if (wish == nullptr || *wish == '\0') {
-            if (is_forbidden("GEOFLOW_AVX2")) return Choice{Isa::baseline, ""};
-            if (is_forbidden("GEOFLOW_AVX512BF16") && best > Isa::avx512vnni) return Choice{Isa::avx512vnni, ""};
-            return Choice{best, ""};
-        }
+        if (wish == nullptr || *wish == '\0') return Choice{best, ""};
         std::string names;
         for (int k = 0; k <= static_cast<int>(best); ++k) {
             const Isa one = static_cast<Isa>(k);

@@ -142,7 +142,6 @@ def entropy(
         f"if the posterior is right, best guesses are wrong for at least {summary.mean_risk_lower_bound:.1%} of the "
         "queries",
         f"Wrote {out}" + (f" and {plot}" if plot is not None else ""),
-        earlier={"confident": summary.half_or_more},
     )
 
 
@@ -379,12 +378,10 @@ def print_summary(
     title: str,
     quantiles: dict[str, dict[str, float]],
     *lines: str,
-    earlier: dict[str, float] | None = None,
 ) -> None:
-    """Prints what a job has computed: as JSON, with values under their `earlier` names, too, or as a table of quantiles
-    and the lines below it."""
+    """Prints what a job has computed: as JSON, or as a table of quantiles and the lines below it."""
     if as_json:
-        print_json({**dataclasses.asdict(summary), **(earlier or {})})
+        print_json(dataclasses.asdict(summary))
         return
     table = Table("", *next(iter(quantiles.values())), title=title)
     for name, values in quantiles.items():

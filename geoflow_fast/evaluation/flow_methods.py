@@ -76,7 +76,7 @@ class FlowEntropy(FlowMethod):
 
     def facts(self) -> dict[str, Any]:
         """The flow, the settings of the sampler, and what is set instead of tuned."""
-        sampler = {name: self.sampling[name] for name in ("n_samples", "n_steps", "solver", "grid", "noise")}
+        sampler = {name: getattr(self.sampling, name) for name in ("n_samples", "n_steps", "solver", "grid", "noise")}
         return {**super().facts(), **sampler, **self._given("kappa", "guidance")}
 
     @property

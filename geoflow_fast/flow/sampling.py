@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.device import rows_at_once
 from geoflow_fast.runtime.graphs import Solve
 from geoflow_fast.runtime.progress import Advance
-from geoflow_fast.runtime.settings import Settings, settings_from
+from geoflow_fast.runtime.settings import settings_from
 
 ROWS_AT_ONCE = 512
 """Network rows that go through the solver together: enough to keep matrix products at the processor's peak, few enough
@@ -27,7 +26,7 @@ for activations to stay in the cache and in memory that the allocator hands out 
 
 
 @dataclass(frozen=True)
-class SamplingSettings(Settings):
+class SamplingSettings:
     """How samples are drawn.
 
     `n_samples` samples for each condition; `n_steps` steps of `solver` on the time grid `grid`; `guidance`; and the
@@ -37,8 +36,6 @@ class SamplingSettings(Settings):
     on processors and GPUs with units for it; or "auto", which is bfloat16 where that is faster, else float32. All the
     rest is float32.
     """
-
-    KEYWORDS = ("n_samples", "n_steps", "guidance")
 
     n_samples: int = 50
     n_steps: int = 50
@@ -74,7 +71,6 @@ def sample(
     generator: torch.Generator | None = None,
     dims: tuple[int, int] | None = None,
     settings: SamplingSettings | None = None,
-    **deprecated: Any,
 ) -> Streams:
     """Draws samples from the flow and returns (image, text).
 
@@ -94,7 +90,7 @@ def sample(
     if image is not None and text is not None:
         raise ValueError("give image or text, not both; gf.log_density scores a pair")
     keywords = {"n_samples": n_samples, "n_steps": n_steps, "guidance": guidance, "solver": solver}
-    settings = settings_from(SamplingSettings(), settings, deprecated, "sample", **keywords)
+    settings = settings_from(SamplingSettings(), settings, **keywords)
     field = as_flow(flow, dims)
     if image is None and text is None:
         return _sample_joint(field, settings, generator)

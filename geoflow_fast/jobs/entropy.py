@@ -22,7 +22,6 @@ from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.runtime import checks, parquet, plots, processors
 from geoflow_fast.runtime.device import usable_device
 from geoflow_fast.runtime.tensors import kind_of
-from geoflow_fast.runtime.warn import warn_user
 
 FORMAT = 1
 """This number goes up when a release computes other results from the same settings, so that it does not continue the
@@ -51,12 +50,6 @@ class ScoreSummary:
     """Share of queries whose most probable item has probability 1/2 or more."""
     mean_risk_lower_bound: float
     """If the posteriors are right, no rule that picks one item per query errs less often than this."""
-
-    @property
-    def confident(self) -> float:
-        """The earlier name of `half_or_more`."""
-        warn_user("ScoreSummary.confident is deprecated; use half_or_more", DeprecationWarning)
-        return self.half_or_more
 
 
 def open_scorer(

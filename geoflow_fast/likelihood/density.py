@@ -30,9 +30,8 @@ from geoflow_fast.likelihood.neighbours import check_training_pairs, nearest_par
 from geoflow_fast.likelihood.reverse_ode import density_estimates, draw_seed, in_flow, probe_dimensions
 from geoflow_fast.likelihood.settings import DensitySettings
 from geoflow_fast.runtime import checks
-from geoflow_fast.runtime.settings import deprecated_keyword, settings_from
+from geoflow_fast.runtime.settings import settings_from
 
-TYPICALITIES = ("density", "absolute")
 DRAWN = SamplingSettings(n_samples=1, n_steps=10, guidance=0.0, solver="ab2")
 """How a flow draws the partner of a side that is given alone."""
 Rows = Tensor | NDArray[np.floating[Any]]
@@ -51,7 +50,6 @@ def log_density(
     return_stderr: bool = False,
     *,
     settings: DensitySettings | None = None,
-    **deprecated: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Log-density at the pairs (`image` [B, d_I], `text` [B, d_T]), unit rows: float64 [B], in nats.
 
@@ -71,7 +69,7 @@ def log_density(
     """
     direction = Direction.of(direction)
     keywords = {"n_steps": n_steps, "n_probes": n_probes, "solver": solver, "divergence": divergence}
-    settings = settings_from(DensitySettings(), settings, deprecated, "log_density", **keywords)
+    settings = settings_from(DensitySettings(), settings, **keywords)
     image, text = _pairs(field, image, text)
     if not return_stderr:
         return density_estimates(field, image, text, (direction,), settings, draw_seed(generator, image))[0].mean(0)
@@ -134,7 +132,6 @@ def epistemic(
     image_partners: Rows | EmbeddingPairs | None = None,
     text_partners: Rows | EmbeddingPairs | None = None,
     settings: DensitySettings | None = None,
-    **deprecated: Any,
 ) -> Epistemic:
     """Epistemic score and log-densities of the pairs (`image` [B, d_I], `text` [B, d_T]), unit rows, and with partners
     below, tensors or arrays in any floating-point type, or `gf.Embeddings`, whose ids the result has. Either may be
@@ -159,12 +156,9 @@ def epistemic(
 
     One side alone is paired with its partners only: those given, by default one that the flow draws for it.
     """
-    if isinstance(generator, str):  # the divergence stood here in an earlier release
-        deprecated, generator = {**deprecated, "divergence": generator}, None
-    typicality = deprecated_keyword(deprecated, "typicality", "epistemic", "typical=(image, text) alone")
-    _check_typical(typicality, typical, (image is not None, text is not None))
+    _check_typical(typical, (image is not None, text is not None))
     keywords = {"n_steps": n_steps, "n_probes": n_probes, "solver": solver}
-    settings = settings_from(DensitySettings(), settings, deprecated, "epistemic", **keywords)
+    settings = settings_from(DensitySettings(), settings, **keywords)
     if return_stderr:
         _check_stderr(settings)
     encoders = getattr(getattr(field, "origin", None), "encoders", (None, None))
@@ -235,7 +229,6 @@ def suggest_steps(
     generator: torch.Generator | None = None,
     max_steps: int = 512,
     settings: DensitySettings | None = None,
-    **deprecated: Any,
 ) -> int:
     """Number of steps at which doubling it changes the log-density of these pilot pairs by at most `tolerance` nats.
 
@@ -247,12 +240,8 @@ def suggest_steps(
     if not tolerance > 0 or checks.integer(max_steps, "max_steps", 1) < 2:
         raise ValueError(f"tolerance={tolerance} must be positive and max_steps={max_steps} at least 2")
     direction = Direction.of(direction)
-    if isinstance(settings, DensitySettings) and deprecated.get("n_steps") == settings.n_steps:
-        del deprecated["n_steps"]  # unpacked from the settings
-    if "n_steps" in deprecated:
-        raise TypeError("suggest_steps() got an unexpected keyword argument 'n_steps'")
     keywords = {"solver": solver, "n_probes": n_probes, "divergence": divergence}
-    settings = settings_from(DensitySettings(), settings, deprecated, "suggest_steps", **keywords)
+    settings = settings_from(DensitySettings(), settings, **keywords)
     kept = dataclasses.replace(settings, redraw=False, probe=None if settings.probe == "aligned" else settings.probe)
     image, text = _pairs(field, image, text)
     seed = draw_seed(generator, image)
@@ -415,12 +404,8 @@ def _rows(field: Field, x: Rows, name: str) -> Tensor:
     return converted
 
 
-def _check_typical(typicality: str | None, typical: tuple[float, float] | None, has: tuple[bool, bool]) -> None:
+def _check_typical(typical: tuple[float, float] | None, has: tuple[bool, bool]) -> None:
     """Raises a ValueError unless there is a finite typical value for each side that there `has` to be one for."""
-    if typicality not in (None, *TYPICALITIES):
-        raise ValueError(f"typicality must be one of {TYPICALITIES}, got {typicality!r}")
-    if typicality is not None and (typicality == "absolute") != (typical is not None):
-        raise ValueError("typicality='absolute' and typical=(image, text) go together: see Epistemic.typical")
     if typical is None:
         return
     if len(typical) != 2 or not all(math.isfinite(value) for value, needed in zip(typical, has) if needed):

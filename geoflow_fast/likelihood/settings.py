@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from geoflow_fast.flow.precision import check_precision
 from geoflow_fast.flow.solvers import GRIDS, SOLVERS
 from geoflow_fast.runtime import checks
-from geoflow_fast.runtime.settings import Settings
 
 DIVERGENCES = ("hutchinson", "exact")
 PROBES = ("aligned", "gaussian", "rademacher")
@@ -20,7 +19,7 @@ CPU_MEMORY = 64 * 2**20
 
 
 @dataclass(frozen=True)
-class DensitySettings(Settings):
+class DensitySettings:
     """Settings of `log_density`, `epistemic` and `suggest_steps`.
 
     `n_steps`, `solver`, `grid`: the ODE is solved from t = 1 to t = 0 in so many steps of "euler", "midpoint", "rk4" or
@@ -47,8 +46,6 @@ class DensitySettings(Settings):
     `memory`: bytes for the activations of a network, which limits how many rows it evaluates at a time; by default 64
     MiB on a CPU and half of what is free on a GPU, or 32,768 rows. This does not change the result beyond rounding.
     """
-
-    KEYWORDS: ClassVar[tuple[str, ...]] = ("n_steps", "n_probes", "solver")
 
     n_steps: int = 10
     n_probes: int = 1

@@ -9,7 +9,6 @@ import ctypes
 import functools
 import importlib
 import math
-import os
 import sys
 import threading
 from collections.abc import Callable
@@ -23,7 +22,6 @@ from torch import Tensor
 from geoflow_fast.noise import StructuredNoise
 from geoflow_fast.ops.dispatch import Backend
 from geoflow_fast.runtime import processors
-from geoflow_fast.runtime.warn import warn_user
 
 
 @functools.cache
@@ -39,9 +37,6 @@ def extension() -> ModuleType | None:
     problem = module.isa_problem()
     if problem:
         raise ValueError(problem)
-    for name, instead in (("GEOFLOW_AVX2", "baseline"), ("GEOFLOW_AVX512BF16", "avx512vnni")):
-        if os.environ.get(name, "").startswith("0"):
-            warn_user(f"{name}=0 is deprecated; use GEOFLOW_ISA={instead}", DeprecationWarning)
     return module
 
 
@@ -57,9 +52,9 @@ def missing() -> str | None:
 
 def one_thread_only() -> str | None:
     """Why the compiled CPU code runs on one thread; None if it does not."""
-    # A build of an earlier release cannot tell, and had OpenMP everywhere but on a Mac.
-    version = getattr(_built(), "openmp", lambda: int(sys.platform != "darwin"))()
-    return None if version else "built without OpenMP, so compiled operations run on one thread; reinstall with libomp"
+    if _built().openmp():
+        return None
+    return "built without OpenMP, so compiled operations run on one thread; reinstall with libomp"
 
 
 def missing_cuda() -> str | None:

@@ -28,7 +28,6 @@ from geoflow_fast.ops.transport import (
 )
 from geoflow_fast.ops.transport_solvers import CudaSolve, ReferenceSolve, Solve, solve_cpu, solve_cuda, solve_panel
 from geoflow_fast.runtime import checks
-from geoflow_fast.runtime.settings import deprecated_keyword
 
 ASSIGNMENTS = ("argmax", "sample", "exact")
 COUPLINGS = ("paper", "sample", "exact", "independent")
@@ -55,7 +54,6 @@ def ot_assign(
     storage: str = "float32",
     generator: torch.Generator | None = None,
     backend: str = "auto",
-    **deprecated: Any,
 ) -> Tensor:
     """Couples noise pairs with data pairs by optimal transport: the data row for each noise row, int64 [B].
 
@@ -67,10 +65,7 @@ def ot_assign(
     determine the batch size. On GPUs, points are rounded to float16 before their inner products are taken. `eps`,
     `tol`, `max_iter`, `storage` and `backend` are those of `sinkhorn`.
     """
-    weights = deprecated_keyword(deprecated, "weights", "ot_assign", "cost=transport_cost(..., weights=...)")
-    if deprecated:
-        raise TypeError(f"ot_assign() got an unexpected keyword argument {next(iter(deprecated))!r}")
-    problem = _make_square_problem((image0, text0, image1, text1), cost, weights or (1.0, 1.0))
+    problem = _make_square_problem((image0, text0, image1, text1), cost)
     return _assign(problem, make_settings(eps, tol, max_iter, storage), assignment, generator, backend)
 
 
@@ -192,7 +187,7 @@ def couple(
     names = COUPLINGS if direction is Direction.JOINT else CONDITIONAL_COUPLINGS
     if coupling not in names:
         raise ValueError(f"coupling of {direction} rows must be one of {', '.join(names)}, got {coupling!r}")
-    problem = _make_square_problem((image0, text0, image1, text1), "arc", (1.0, 1.0))
+    problem = _make_square_problem((image0, text0, image1, text1), "arc")
     if coupling == "independent":
         return torch.arange(problem.shape[0], device=image1.device)
     if coupling == "c2ot":
@@ -208,8 +203,8 @@ def coupling_storage(problem: Problem, eps: float) -> str:
     return "float16" if on_gpu and widest <= HALF_SPAN * eps else "float32"
 
 
-def _make_square_problem(factors: Factors, cost: Tensor | str, weights: tuple[float, float]) -> Problem:
-    problem = make_problem(cost if isinstance(cost, str) else "arc", factors, weights)
+def _make_square_problem(factors: Factors, cost: Tensor | str) -> Problem:
+    problem = make_problem(cost if isinstance(cost, str) else "arc", factors)
     if problem.shape[0] != problem.shape[1]:
         rows, cols = problem.shape
         raise ValueError(f"{NAMES[2]} has {cols} rows, but {NAMES[0]} has {rows}; a batch needs as many")

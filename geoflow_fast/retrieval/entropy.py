@@ -3,7 +3,6 @@ the points of a head."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,7 +26,7 @@ from geoflow_fast.retrieval.gallery import Gallery, GallerySource
 from geoflow_fast.retrieval.sources import FlowSource, HeadSource, ScoringPoints, Source
 from geoflow_fast.runtime import checks, hashing
 from geoflow_fast.runtime.progress import Advance
-from geoflow_fast.runtime.settings import deprecated_attribute, deprecated_keyword, field_names, settings_from
+from geoflow_fast.runtime.settings import settings_from
 
 PAPER_KAPPA = 100.0
 
@@ -126,23 +125,18 @@ class RetrievalEntropy(nn.Module):
         top_k: int = 10,
         reference: Tensor | Array | None = None,
         settings: SamplingSettings | None = None,
-        **deprecated: Any,
     ) -> None:
         super().__init__()
-        call = "RetrievalEntropy"
-        index = deprecated_keyword(deprecated, "index", call, "a Gallery(..., index=...)")
-        prune = deprecated_keyword(deprecated, "prune", call, "a Gallery(..., prune=...)")
         self.direction = Direction.of(direction, conditional=True)
         self.top_k, self.seed = checks.integer(top_k, "top_k", 1), checks.integer(0 if seed is None else seed, "seed")
         steered = {"n_samples": n_samples, "n_steps": n_steps, "guidance": guidance}
-        flow_only = {**steered, "seed": seed, "settings": settings, **deprecated}
         self.source: Source
         if isinstance(model, PosteriorHead):
-            _refuse(model, **flow_only, kappa=kappa)
+            _refuse(model, **steered, kappa=kappa, seed=seed, settings=settings)
             self.head = model
             self.source = HeadSource(model, self.direction)
         elif isinstance(model, GeoFlow):
-            sampling = settings_from(SamplingSettings(), settings, deprecated, call, **steered)
+            sampling = settings_from(SamplingSettings(), settings, **steered)
             self.flow = model
             checked = check_kappa(PAPER_KAPPA if kappa is None else kappa)
             self.source = FlowSource(model, self.direction, sampling, checked, self.seed)
@@ -150,8 +144,6 @@ class RetrievalEntropy(nn.Module):
             raise TypeError(f"RetrievalEntropy needs a GeoFlow or a PosteriorHead, got {type(model).__name__}")
         self.query_dim = self.source.query_dim
         self.gallery = Gallery.of(gallery)
-        if index is not None or prune is not None:
-            self.gallery = self.gallery.with_index(index, prune or "auto")
         if self.gallery.dim != self.source.item_dim:
             raise ValueError(
                 f"gallery has width {self.gallery.dim}, but the {self.source.NAME} expects {self.source.item_dim}"
@@ -160,17 +152,6 @@ class RetrievalEntropy(nn.Module):
         refuse_other_encoder({f"the {self.source.NAME}": made_for, "the gallery": self.gallery.encoder})
         self._marginals: OncePerGallery[Tensor] = OncePerGallery()
         self.register_buffer("reference", self._checked_reference(reference), persistent=False)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("n_samples", "noise"):
-            value, now = getattr(self.sampling, name), f"RetrievalEntropy.sampling.{name}"
-        elif name in ("index", "prune"):
-            value, now = getattr(self.gallery, name), f"RetrievalEntropy.gallery.{name}"
-        elif name == "solve":
-            value, now = self.sampling, "RetrievalEntropy.sampling"
-        else:
-            return super().__getattr__(name)
-        return deprecated_attribute(f"RetrievalEntropy.{name}", now, value)
 
     @property
     def sampling(self) -> SamplingSettings:
@@ -301,11 +282,6 @@ class RetrievalEntropy(nn.Module):
         together with the same queries; each receives the whole posterior."""
         self.gallery = self.gallery.divided_among_ranks()
 
-    def spread(self) -> None:
-        """Deprecated name of `divide_among_ranks`."""
-        warnings.warn("RetrievalEntropy.spread is deprecated; use divide_among_ranks", DeprecationWarning, stacklevel=2)
-        self.divide_among_ranks()
-
     def draw(self, queries: Tensor, advance: Advance | None = None) -> Tensor:
         """Samples [Q, M, d] of the gallery's modality for each of the `queries` [Q, d'], drawn from the flow."""
         return self._flow_source.draw(queries, advance).samples
@@ -323,10 +299,7 @@ class RetrievalEntropy(nn.Module):
 
 
 def _refuse(model: nn.Module, **flow_only: Any) -> None:
-    """Raises a TypeError that names a setting of flows which was passed with another model, or an unknown one."""
-    known = {"kappa", "seed", "settings", *field_names(SamplingSettings())}
+    """Raises a TypeError that names a setting of flows which was passed with another model."""
     for name, value in flow_only.items():
-        if name not in known:
-            raise TypeError(f"RetrievalEntropy() got an unexpected keyword argument {name!r}")
         if value is not None:
             raise TypeError(f"{name}= is a setting of flows; a {type(model).__name__} has none")

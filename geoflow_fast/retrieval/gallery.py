@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import warnings
 from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -236,18 +235,6 @@ class Gallery:
         twin = copy.copy(self)
         twin.is_divided = True
         return twin
-
-    @property
-    def is_spread(self) -> bool:
-        """Deprecated name of `is_divided`."""
-        warnings.warn("Gallery.is_spread is deprecated; use is_divided", DeprecationWarning, stacklevel=2)
-        return self.is_divided
-
-    def spread(self) -> None:
-        """Deprecated: divides this gallery itself among the ranks. `divided_among_ranks` returns a gallery that is, and
-        leaves this one as it was."""
-        warnings.warn("Gallery.spread is deprecated; use divided_among_ranks", DeprecationWarning, stacklevel=2)
-        self.is_divided = self.divided_among_ranks().is_divided
 
     def blocks(
         self, device: torch.device | str, dtype: torch.dtype = torch.float32, within: range | None = None

@@ -64,7 +64,6 @@ from geoflow_fast.retrieval.task import RetrievalTask, drawn_rows, judged_items
 from geoflow_fast.runtime import checks, hashing
 from geoflow_fast.runtime.device import rows_at_once
 from geoflow_fast.runtime.progress import Advance, progress_bar
-from geoflow_fast.runtime.settings import deprecated_attribute, deprecated_keyword
 from geoflow_fast.runtime.tensors import load_tensors, save_tensors
 
 PAIRS_AT_ONCE = 2048
@@ -179,12 +178,8 @@ class BayesReranker(nn.Module):
         bank: Tensor | Array | None = None,
         budget: float | None = None,
         shortlist_by: str = "cosine",
-        **deprecated: Any,
     ) -> None:
         super().__init__()
-        store: Store | None = deprecated_keyword(deprecated, "store", "BayesReranker", "a Gallery(..., store=...)")
-        if deprecated:
-            raise TypeError(f"BayesReranker() got an unexpected keyword argument {next(iter(deprecated))!r}")
         self.direction = Direction.of(direction, conditional=True)
         self.seed = checks.integer(seed, "seed")
         lengths = _checked_lengths(shortlist)
@@ -202,8 +197,7 @@ class BayesReranker(nn.Module):
                 )
         if budget is not None and flow is None:
             raise ValueError("budget= limits how often the flow is asked, and there is no flow")
-        gallery = Gallery.of(gallery)
-        self.gallery = gallery if store is None else gallery.with_store(store)
+        self.gallery = Gallery.of(gallery)
         self.flow, self.head, self.budget, self.shortlist_by = flow, head, budget, shortlist_by
         self.register_buffer("anchor", torch.empty(0, dtype=torch.float32, device="cpu"), persistent=False)
         self.query_dim = self._checked_widths()
@@ -332,11 +326,6 @@ class BayesReranker(nn.Module):
     def _use_bank(self, bank: Tensor) -> None:
         self.bank, self.hubs = bank, Hubs(bank, self.source)
         self._bank_digest = hashing.digest([bank.float()])
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "solve":
-            return deprecated_attribute("BayesReranker.solve", "BayesReranker.density", self.density)
-        return super().__getattr__(name)
 
     def extra_repr(self) -> str:
         """Settings and weights in one line, for `print`."""

@@ -250,12 +250,6 @@ def test_the_score_may_be_the_distance_from_typical_values():
     ep = gf.epistemic(flow, image, text, generator=seeded(), typical=typical)
     truth = (plain.image - plain.image.mean()).abs() + (plain.text - plain.text.mean()).abs()
     torch.testing.assert_close(ep.score, truth)
-    with pytest.warns(DeprecationWarning, match="typicality"):
-        old = gf.epistemic(flow, image, text, generator=seeded(), typicality="absolute", typical=typical)
-    assert torch.equal(old.score, ep.score)
-    for wrong in ({"typicality": "absolute"}, {"typicality": "density", "typical": typical}):
-        with pytest.warns(DeprecationWarning, match="typicality"), pytest.raises(ValueError, match="go together"):
-            gf.epistemic(flow, image, text, **wrong)
 
 
 def test_marginals_averaged_over_partners():

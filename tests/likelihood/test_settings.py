@@ -1,4 +1,4 @@
-"""Settings of a log-density: what their defaults stand for, how they unpack, and which old keywords still work."""
+"""Settings of a log-density: what their defaults stand for, and which values are refused."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import dataclasses
 import inspect
 
 import pytest
-import torch
 
 import geoflow_fast as gf
-from tests.likelihood.helpers import random_flow, random_pairs, seeded
 
 
 @pytest.mark.parametrize(
@@ -30,7 +28,7 @@ def test_probes_that_are_not_chosen_follow_from_the_other_settings(options, prob
     assert dataclasses.replace(gf.DensitySettings(), **options) == settings
 
 
-def test_facts_are_the_ten_that_earlier_releases_wrote():
+def test_facts_are_everything_that_the_numbers_depend_on():
     facts = {
         "n_steps": 10,
         "n_probes": 1,
@@ -72,37 +70,6 @@ def test_bad_settings(message, options):
         gf.DensitySettings(**options)
 
 
-@pytest.mark.filterwarnings("error::DeprecationWarning")
-@pytest.mark.parametrize("settings", [gf.PAPER_DENSITY, gf.FAST_DENSITY])
-@pytest.mark.parametrize("call", [gf.log_density, gf.epistemic])
-def test_settings_unpack_into_keywords(call, settings):
-    """The keywords that follow override them, as in the object itself."""
-    flow, pair = random_flow(), random_pairs(3)
-    unpacked = call(flow, *pair, generator=seeded(), **{**settings, "n_steps": 2})
-    passed = call(flow, *pair, generator=seeded(), settings=dataclasses.replace(settings, n_steps=2))
-    if call is gf.epistemic:
-        unpacked, passed = unpacked.score, passed.score
-    assert torch.equal(unpacked, passed)
-    assert (settings["solver"], settings["grid"]) == (settings.solver, settings.grid)
-
-
-def test_keywords_of_earlier_releases_still_work():
-    flow, pair = random_flow(), random_pairs(3)
-    old = {"probe": "gaussian", "redraw": False, "orthogonal": None, "tangents": "combined", "grid": "late"}
-    settings = gf.DensitySettings(n_steps=2, **old)
-    for call, more in ((gf.log_density, {"shared": True}), (gf.epistemic, {"divergence": "hutchinson"})):
-        with pytest.warns(DeprecationWarning, match="is deprecated") as warned:
-            by_keyword = call(flow, *pair, n_steps=2, generator=seeded(), memory=2**20, **old, **more)
-        assert {record.filename for record in warned} == {__file__}
-        by_settings = call(flow, *pair, generator=seeded(), settings=dataclasses.replace(settings, **more))
-        if call is gf.epistemic:
-            by_keyword, by_settings = by_keyword.score, by_settings.score
-        assert torch.equal(by_keyword, by_settings)
-    with pytest.warns(DeprecationWarning, match="grid"):
-        steps = gf.suggest_steps(flow, *pair, 0.5, generator=seeded(), grid="early")
-    assert steps == gf.suggest_steps(flow, *pair, 0.5, generator=seeded(), settings=gf.DensitySettings(grid="early"))
-
-
 @pytest.mark.parametrize("call", [gf.log_density, gf.epistemic, gf.suggest_steps])
 def test_calls_have_at_most_twelve_parameters(call):
-    assert len([name for name in inspect.signature(call).parameters if name != "deprecated"]) <= 12
+    assert len(inspect.signature(call).parameters) <= 12

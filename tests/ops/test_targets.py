@@ -96,16 +96,6 @@ def test_an_unknown_name_is_an_error(isa):
     )
 
 
-@pytest.mark.skipif("avx2" not in native.supported_isas(), reason="a processor without AVX2")
-def test_the_switches_of_earlier_releases_still_work():
-    code = "from geoflow_fast.ops import native; print(native.isa())"
-    environment = {name: value for name, value in os.environ.items() if name != "GEOFLOW_ISA"} | {"GEOFLOW_AVX2": "0"}
-    command = [sys.executable, "-W", "default", "-c", code]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert result.stdout.strip() == "baseline"
-    assert "GEOFLOW_AVX2=0 is deprecated; use GEOFLOW_ISA=baseline" in result.stderr
-
-
 def test_targets_agree(tmp_path):
     by_isa = {}
     for isa in native.supported_isas():

@@ -82,22 +82,13 @@ def test_moving_a_scorer_leaves_the_gallery_of_its_caller_where_it_is(flow):
     assert scorers[1].gallery is gallery
 
 
-def test_keywords_of_an_earlier_release_still_work(flow):
-    gallery, queries = noise.sample_uniform(20, 10), noise.sample_uniform(3, 7)
-    settings = gf.SamplingSettings(n_samples=4, n_steps=3, solver="ab2", grid="late", noise="antithetic")
-    new = gf.RetrievalEntropy(flow, gallery, settings=settings)
-    old = {name: settings[name] for name in ("n_samples", "n_steps", "solver", "grid", "noise")}
-    with pytest.warns(DeprecationWarning, match=r"RetrievalEntropy\(solver=...\) is deprecated; pass settings="):
-        scorer = gf.RetrievalEntropy(flow, gallery, **old)
-    assert scorer.settings == new.settings
-    assert torch.equal(scorer(queries).entropy, new(queries).entropy)
-    assert gf.RetrievalEntropy(flow, gallery, n_steps=5, settings=settings).sampling.n_steps == 5
-    assert (
-        gf.RetrievalEntropy(flow, gallery, **gf.FAST_SAMPLING).settings
-        == gf.RetrievalEntropy.fast(flow, gallery).settings
-    )
-    with pytest.raises(TypeError, match="unexpected keyword argument 'sover'"):
-        gf.RetrievalEntropy(flow, gallery, sover="ab2")
+def test_keywords_override_settings(flow):
+    gallery, settings = noise.sample_uniform(20, 10), gf.SamplingSettings(n_steps=3, solver="ab2")
+    sampling = gf.RetrievalEntropy(flow, gallery, n_steps=5, settings=settings).sampling
+    assert (sampling.n_steps, sampling.solver) == (5, "ab2")
+    for unknown in ("solver", "index", "sover"):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{unknown}'"):
+            gf.RetrievalEntropy(flow, gallery, **{unknown: "ab2"})
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -188,16 +188,3 @@ def test_marks_of_empty_and_inference_tensors():
     with torch.inference_mode():
         x.mul_(2)
     assert marks([x]) != before
-
-
-def test_names_of_an_earlier_release_still_work(flow):
-    gallery = gf.Gallery(unit(20, 10, 0))
-    scorer = gf.RetrievalEntropy(flow, gallery, **SETTINGS)
-    with pytest.warns(DeprecationWarning, match="RetrievalEntropy.spread is deprecated; use divide_among_ranks"):
-        scorer.spread()
-    assert scorer.gallery.is_divided
-    with pytest.warns(DeprecationWarning, match="Gallery.is_spread is deprecated; use is_divided"):
-        assert not gallery.is_spread
-    with pytest.warns(DeprecationWarning, match="Gallery.spread is deprecated; use divided_among_ranks"):
-        gallery.spread()
-    assert gallery.is_divided

@@ -309,10 +309,6 @@ def test_retrieval_entropy_takes_the_index():
         gf.Gallery(gallery, gallery)
     with pytest.raises(ValueError, match="divided among ranks is not pruned"):
         scorer.divide_among_ranks()
-    with pytest.warns(DeprecationWarning, match=r"RetrievalEntropy\(index=...\) is deprecated; pass a Gallery"):
-        old = gf.RetrievalEntropy(flow, gallery, index=index, prune="always", **settings)
-    assert old.settings == scorer.settings
-    assert torch.equal(old(queries).entropy, post.entropy)
 
 
 def test_index_comes_back_from_disk_as_it_was(tmp_path):
