@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+import signal
+import sys
+from collections.abc import Callable, Generator, Iterator
 from contextlib import nullcontext
 
 import pytest
 import torch
 
 import geoflow_fast as gf
+from geoflow_fast.cli import main
 from geoflow_fast.demo.flows import concept_pairs, learn
 from geoflow_fast.worlds import ConceptWorld
 from tests.foreign_defaults import KINDS, foreign_defaults
+from tests.samples import shaken
 from tests.with_torchvision import import_torchvision
 
 
@@ -42,11 +46,7 @@ def _alike() -> Iterator[None]:
 def flow() -> gf.GeoFlow:
     """A small network (images 10 wide, texts 7) with random weights, so that its velocities are not zero."""
     torch.manual_seed(1)
-    flow = gf.GeoFlow(gf.GeoFlowConfig(10, 7, hidden=32, depth=2, layer_scale=0.5))
-    with torch.no_grad():
-        for parameter in flow.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return flow.eval()
+    return shaken(gf.GeoFlow(gf.GeoFlowConfig(10, 7, hidden=32, depth=2, layer_scale=0.5)))
 
 
 @pytest.fixture(scope="session")
@@ -56,6 +56,23 @@ def concept_flow(tmp_path_factory: pytest.TempPathFactory) -> gf.GeoFlow:
     flow = learn(tmp_path_factory.mktemp("flow"), gf.GeoFlowConfig.tiny(), pairs, gf.TrainConfig.tiny())
     assert flow is not None
     return flow
+
+
+@pytest.fixture
+def run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., tuple[int, str, str]]]:
+    """`geoflow` in this process: (exit code, stdout, stderr)."""
+    terminated = signal.getsignal(signal.SIGTERM)
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["geoflow", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        return stopped.value.code, *capsys.readouterr()
+
+    yield call
+    signal.signal(signal.SIGTERM, terminated)
 
 
 def available_backends(op: str) -> list[str]:

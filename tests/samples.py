@@ -49,3 +49,10 @@ def randomised(network: Network, spread: float = 0.3) -> Network:
         for weight in network.parameters():
             weight.normal_(0, spread)
     return network.eval()
+
+
+class Opaque:
+    """A flow of which only `velocity` can be seen, so that it is treated like any other field."""
+
+    def __init__(self, flow: gf.GeoFlow) -> None:
+        self.velocity = flow.velocity

@@ -31,6 +31,7 @@ from geoflow_fast.runtime.parquet import read_columns
 from geoflow_fast.training.ranks import batch_maker
 from tests import ranks
 from tests.ranks import ended, run_ranks
+from tests.samples import shaken
 
 QUERIES, ITEMS, PAIRS = 23, 61, 26
 
@@ -241,10 +242,7 @@ def test_densities_of_ranks_with_a_slow_one(folder):
 
 def test_reranking_by_ranks_is_that_of_one_process(tmp_path):
     """One of the ranks makes the calibration."""
-    flow = gf.GeoFlow(gf.GeoFlowConfig(7, 7, hidden=16, depth=1, layer_scale=0.5))
-    with torch.no_grad():
-        for parameter in flow.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
+    flow = shaken(gf.GeoFlow(gf.GeoFlowConfig(7, 7, hidden=16, depth=1, layer_scale=0.5)))
     put_inputs(tmp_path, flow)
     image = sample_uniform(80, 7)
     held_out = gf.EmbeddingPairs.from_arrays(image, g.normalize(image + 0.2 * torch.randn_like(image)))

@@ -14,13 +14,10 @@ from geoflow_fast import geometry
 from geoflow_fast.directions import DIRECTIONS, Direction
 from geoflow_fast.manifolds import EUCLIDEAN, MANIFOLDS, SPHERE, Guided, Manifold, manifold_of
 from geoflow_fast.noise import NOISE_KINDS
+from tests.samples import seeded
 
 BOTH = pytest.mark.parametrize("manifold", MANIFOLDS.values(), ids=MANIFOLDS)
 ROWS, WIDTH = 7, 6
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def points(manifold: Manifold, seed: int = 0) -> Tensor:

@@ -12,10 +12,7 @@ import geoflow_fast as gf
 from geoflow_fast import geometry
 from geoflow_fast.noise import NOISE_KINDS, StructuredNoise, base_noise, hadamard, hadamard_transform, sample_uniform
 from geoflow_fast.ops.counter_noise import philox
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+from tests.samples import seeded
 
 
 @pytest.mark.parametrize("d", [2, 3, 16, 1024])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import mpmath
@@ -11,7 +12,6 @@ from scipy import special
 from scipy import stats as scipy_stats
 
 from geoflow_fast.geometry import log_area
-from geoflow_fast.noise import sample_uniform
 from geoflow_fast.spherical import (
     SHARPEST,
     log_bump,
@@ -20,10 +20,9 @@ from geoflow_fast.spherical import (
     sample_bump,
     sample_vmf,
 )
+from tests.samples import unit
 
-
-def uniform(n: int, d: int, seed: int = 0) -> torch.Tensor:
-    return sample_uniform(n, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+uniform = functools.partial(unit, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("d", [3, 4, 8])

@@ -14,9 +14,9 @@ from scipy import special, stats
 from torch import Tensor
 
 from geoflow_fast.geometry import log_area, normalize
-from geoflow_fast.noise import sample_uniform
 from geoflow_fast.spherical import log_bump, sample_bump
 from geoflow_fast.worlds import PART, BumpField, ClipWorld, ConceptWorld, PairField, PairWorld
+from tests.samples import seeded, unit
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
@@ -24,10 +24,6 @@ DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 @pytest.fixture(scope="module")
 def world() -> ConceptWorld:
     return ConceptWorld()
-
-
-def uniform(n: int, d: int, seed: int = 0) -> torch.Tensor:
-    return sample_uniform(n, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def test_text_marginal_is_the_integral_of_the_joint(world):
@@ -52,7 +48,7 @@ def test_text_marginal_is_the_integral_of_the_joint(world):
 
 def test_marginals_integrate_to_one():
     small = ConceptWorld(dim=4)
-    points = uniform(100_000, 4)
+    points = unit(100_000, 4, dtype=torch.float64)
     for log_p in (small.log_image(points), small.log_text(points)):
         assert float((log_p + log_area(4)).exp().mean()) == pytest.approx(1, abs=0.03)
 
@@ -85,7 +81,7 @@ def test_held_out_concepts_are_disjoint_and_there_is_a_modality_gap(world):
 @pytest.mark.parametrize("d", [3, 16])
 def test_fields_are_tangent_and_do_not_move_the_given_stream(d):
     rotation = torch.linalg.qr(torch.randn(d, d, dtype=torch.float64))[0]
-    image, text = uniform(9, d), uniform(9, d, 1)
+    image, text = unit(9, d, dtype=torch.float64), unit(9, d, seed=1, dtype=torch.float64)
     for field in (PairField(rotation, 0.9), BumpField(image[0], text[0], 0.9)):
         for direction in ("joint", "i2t", "t2i"):
             velocities = field.velocity(image, text, 0.5, direction)
@@ -103,10 +99,6 @@ def clip() -> ClipWorld:
 def few_scenes() -> ClipWorld:
     """As wide as CLIP, but of so few scenes and styles that all can be enumerated."""
     return ClipWorld(groups=2, styles=7, wrong=0.1)
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def enumerated(world: ClipWorld, rows: Tensor, *, texts: bool) -> tuple[Tensor, Tensor]:
@@ -137,7 +129,7 @@ def enumerated(world: ClipWorld, rows: Tensor, *, texts: bool) -> tuple[Tensor, 
 
 def test_densities_at_the_width_of_clip_are_sums_over_scenes_levels_and_styles(few_scenes):
     image, text, _ = few_scenes.sample(9, generator=seeded(1))
-    image[0], text[1] = uniform(2, 512).float()  # far from everything
+    image[0], text[1] = unit(2, 512, dtype=torch.float64).float()  # far from everything
     (by_image, log_scene), (by_text, _) = (
         enumerated(few_scenes, rows, texts=texts) for rows, texts in ((image, False), (text, True))
     )
@@ -164,7 +156,7 @@ class Blurred(ClipWorld):
 @pytest.mark.parametrize("dim", [4, 5])
 def test_densities_of_a_narrow_clip_world_integrate_to_one(dim):
     small = Blurred(dim, groups=2, styles=5, wrong=0.1)
-    points = uniform(20_000, dim)
+    points = unit(20_000, dim, dtype=torch.float64)
     image, text, _ = small.sample(1, generator=seeded(2))
     logs = {
         "image": small.log_image(points),

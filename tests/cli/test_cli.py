@@ -20,7 +20,7 @@ import torch
 import typer.main
 
 import geoflow_fast as gf
-from geoflow_fast.cli import app, main, training
+from geoflow_fast.cli import app, training
 from geoflow_fast.cli.base import in_flags
 from geoflow_fast.flow.sampling import FAST_SAMPLING
 from geoflow_fast.head import fitting
@@ -37,34 +37,6 @@ def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "geoflow_fast", *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, **pipes, text=True, env={**HERE, **environment})
-
-
-@pytest.fixture
-def run(capsys, monkeypatch):
-    """`geoflow` in this process: (exit code, stdout, stderr)."""
-    terminated = signal.getsignal(signal.SIGTERM)
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["geoflow", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        return stopped.value.code, *capsys.readouterr()
-
-    yield call
-    signal.signal(signal.SIGTERM, terminated)
-
-
-@pytest.fixture
-def desk(tmp_path, monkeypatch) -> Path:
-    """The working folder, with pairs as two files and as a folder, and an untrained flow."""
-    image, text = (gf.geometry.sample_uniform(64, 6, generator=torch.Generator().manual_seed(s)) for s in (0, 1))
-    np.save(tmp_path / "images.npy", image.numpy())
-    np.save(tmp_path / "texts.npy", text.numpy())
-    gf.EmbeddingPairs.from_arrays(image, text).save(tmp_path / "pairs")
-    torch.manual_seed(0)
-    gf.GeoFlow(gf.GeoFlowConfig(6, 6, hidden=8, depth=1)).save_pretrained(tmp_path / "flow")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 SMALL = ["--preset", "tiny", "--batch-size", "16", "--device", "cpu", "--no-head"]

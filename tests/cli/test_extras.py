@@ -14,7 +14,6 @@ from PIL import Image
 import geoflow_fast as gf
 from geoflow_fast.encoders import open_clip
 from geoflow_fast.runtime import extras
-from tests.cli.test_cli import desk, run  # noqa: F401, fixtures
 
 ROOT = Path(__file__).parents[2]
 SCORED = ["--model", "flow", "--queries", "texts.npy", "--gallery", "images.npy"]
@@ -35,7 +34,7 @@ NEEDS = [
 
 
 @pytest.mark.parametrize(("module", "extra", "arguments"), NEEDS, ids=[f"{m} {a[0]} {a[1]}" for m, _, a in NEEDS])
-def test_a_missing_package_is_named_before_any_work(run, desk, monkeypatch, module, extra, arguments):  # noqa: F811
+def test_a_missing_package_is_named_before_any_work(run, desk, monkeypatch, module, extra, arguments):
     (desk / "photos").mkdir()
     Image.new("RGB", (4, 4)).save(desk / "photos/a.png")
     (desk / "photos/a.txt").write_text("black")

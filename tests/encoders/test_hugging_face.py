@@ -15,7 +15,6 @@ import geoflow_fast as gf
 from geoflow_fast.encoders.open_clip import DEFAULT_MODEL, OpenClipEncoder
 from geoflow_fast.encoders.registry import DOWNLOADS, open_encoder
 from geoflow_fast.jobs.embed_columns import embed_sides, embed_texts, read_texts
-from tests.cli.test_cli import run  # noqa: F401, a fixture
 from tests.encoders import tiny_clip, tiny_transformers
 from tests.encoders.test_encoders import pictures
 
@@ -125,7 +124,7 @@ def test_flags_of_another_kind_are_refused():
             open_encoder(kind, **{flag: value})
 
 
-def test_the_default_model_is_small_and_its_size_is_in_the_help(run):  # noqa: F811
+def test_the_default_model_is_small_and_its_size_is_in_the_help(run):
     import open_clip
 
     model = open_clip.create_model(DEFAULT_MODEL, load_weights=False, device="meta")
@@ -140,7 +139,7 @@ def test_the_default_model_is_small_and_its_size_is_in_the_help(run):  # noqa: F
 
 
 class TestTextsAlone:
-    def test_a_table_of_texts_becomes_a_table_of_embeddings(self, models, tmp_path, run, monkeypatch):  # noqa: F811
+    def test_a_table_of_texts_becomes_a_table_of_embeddings(self, models, tmp_path, run, monkeypatch):
         monkeypatch.chdir(tmp_path)
         texts = [f"a {'red' if k % 2 else 'green'} circle {k}" for k in range(10)]
         table = pyarrow.table({"id": [f"q{k}" for k in range(10)], "text": texts})
@@ -158,7 +157,7 @@ class TestTextsAlone:
         assert run("embed", "--texts", "queries.parquet", "--out", "embedded.parquet", *flags)[0] == 0
         assert Path("embedded.parquet").stat().st_mtime_ns == before
 
-    def test_two_columns_become_pairs_with_named_sides(self, models, tmp_path, run, monkeypatch):  # noqa: F811
+    def test_two_columns_become_pairs_with_named_sides(self, models, tmp_path, run, monkeypatch):
         monkeypatch.chdir(tmp_path)
         Path("qa.csv").write_text("id,question,answer\n" + "".join(f'{k},a red {k},"blue, {k}"\n' for k in range(7)))
         columns = ["--text-column", "question", "--other-column", "answer"]

@@ -7,6 +7,7 @@ import torch
 
 import geoflow_fast as gf
 from geoflow_fast.noise import sample_uniform
+from tests.samples import shaken
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,11 +19,7 @@ pytestmark = [
 def flow() -> gf.GeoFlow:
     """A network whose every part matters."""
     torch.manual_seed(0)
-    flow = gf.GeoFlow(gf.GeoFlowConfig(96, 80, hidden=128, depth=3, layer_scale=0.1)).eval()
-    with torch.no_grad():
-        for parameter in flow.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    return flow
+    return shaken(gf.GeoFlow(gf.GeoFlowConfig(96, 80, hidden=128, depth=3, layer_scale=0.1)), 0.05)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from geoflow_fast.ops.counter_noise import counter_noise_reference
 from geoflow_fast.ops.cross_residual import cross_residual_backward_reference, cross_residual_reference
 from geoflow_fast.ops.tangent_step import tangent_ab2_reference, tangent_stage_reference
 from geoflow_fast.ops.unit_rows import unit_rows_reference
+from tests.samples import shaken
 
 pytest.importorskip("triton", reason="the Triton kernels need triton")
 geodesic = pytest.importorskip("geoflow_fast.kernels.geodesic")
@@ -128,11 +129,7 @@ def test_parts_of_a_gallery_are_kept_and_made_anew():
 def flow() -> gf.GeoFlow:
     """A network whose every part matters."""
     torch.manual_seed(0)
-    flow = gf.GeoFlow(gf.GeoFlowConfig(96, 96, hidden=128, depth=2, layer_scale=0.1)).eval()
-    with torch.no_grad():
-        for parameter in flow.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    return flow
+    return shaken(gf.GeoFlow(gf.GeoFlowConfig(96, 96, hidden=128, depth=2, layer_scale=0.1)), 0.05)
 
 
 def test_densities_are_replayed_and_stay_the_same(flow):

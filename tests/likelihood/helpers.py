@@ -30,8 +30,6 @@ def random_pairs(rows: int, dtype: torch.dtype = torch.float64):
     return tuple(sample_uniform(rows, d, generator=generator, dtype=dtype) for d in (6, 5))
 
 
-class Opaque:
-    """A flow of which only `velocity` can be seen, so that it is treated like any other field."""
-
-    def __init__(self, flow: gf.GeoFlow) -> None:
-        self.velocity = flow.velocity
+def training_pairs(rows: int, dims: tuple[int, int] = (6, 5), dtype: torch.dtype = torch.float32) -> gf.EmbeddingPairs:
+    generator = seeded(7)
+    return gf.EmbeddingPairs.from_arrays(*(sample_uniform(rows, d, generator=generator).to(dtype) for d in dims))

@@ -9,7 +9,8 @@ import geoflow_fast as gf
 from geoflow_fast.directions import DIRECTIONS
 from geoflow_fast.geometry import log_area, project_tangent
 from geoflow_fast.noise import sample_uniform
-from tests.likelihood.helpers import Opaque, oracles, random_flow, random_pairs, seeded
+from tests.likelihood.helpers import oracles, random_flow, random_pairs, seeded
+from tests.samples import Opaque
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

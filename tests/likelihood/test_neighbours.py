@@ -13,14 +13,9 @@ from geoflow_fast.directions import Direction
 from geoflow_fast.geometry import log_area
 from geoflow_fast.likelihood.neighbours import NEIGHBOURS, nearest_partners
 from geoflow_fast.noise import sample_uniform
-from tests.likelihood.helpers import oracles, random_flow, random_pairs, seeded
+from tests.likelihood.helpers import oracles, random_flow, random_pairs, seeded, training_pairs
 
 EXACT = {"settings": gf.DensitySettings(n_steps=4, divergence="exact")}
-
-
-def training_pairs(rows: int, dims: tuple[int, int] = (6, 5), dtype: torch.dtype = torch.float32) -> gf.EmbeddingPairs:
-    generator = seeded(7)
-    return gf.EmbeddingPairs.from_arrays(*(sample_uniform(rows, d, generator=generator).to(dtype) for d in dims))
 
 
 def both(training: gf.EmbeddingPairs) -> dict[str, gf.EmbeddingPairs]:

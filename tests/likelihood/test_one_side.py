@@ -8,9 +8,8 @@ import torch
 
 import geoflow_fast as gf
 from geoflow_fast.geometry import log_area
-from geoflow_fast.noise import sample_uniform
 from geoflow_fast.worlds import BumpField
-from tests.likelihood.helpers import oracles, random_flow, random_pairs, seeded
+from tests.likelihood.helpers import oracles, random_flow, random_pairs, seeded, training_pairs
 
 SIDES = [("image", "text"), ("text", "image")]
 EXACT = {"settings": gf.DensitySettings(n_steps=4, divergence="exact")}
@@ -18,11 +17,6 @@ EXACT = {"settings": gf.DensitySettings(n_steps=4, divergence="exact")}
 
 def pair_of(side: str, rows, partner) -> dict[str, torch.Tensor]:
     return {side: rows, "text" if side == "image" else "image": partner}
-
-
-def training_pairs(rows: int, dims: tuple[int, int] = (6, 5)) -> gf.EmbeddingPairs:
-    generator = seeded(7)
-    return gf.EmbeddingPairs.from_arrays(*(sample_uniform(rows, d, generator=generator) for d in dims))
 
 
 @pytest.mark.parametrize(("side", "other"), SIDES)

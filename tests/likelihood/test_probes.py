@@ -17,7 +17,8 @@ from geoflow_fast.likelihood.reverse_ode import density_estimates
 from geoflow_fast.manifolds import EUCLIDEAN, SPHERE, Manifold
 from geoflow_fast.noise import sample_uniform
 from geoflow_fast.ops.tangent_probes import hashed_normals, probe_traces_reference
-from tests.likelihood.helpers import Opaque, oracles, random_flow, random_pairs, seeded
+from tests.likelihood.helpers import oracles, random_flow, random_pairs, seeded
+from tests.samples import Opaque
 
 PROBE_KINDS = [
     {},

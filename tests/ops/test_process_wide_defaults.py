@@ -7,17 +7,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from geoflow_fast import GalleryIndex, noise, ops
+from tests.samples import unit
 
 ROWS, WIDTH, ITEMS = 12, 6, 40
-
-
-def unit(*shape: int, seed: int = 0) -> Tensor:
-    """Random unit rows."""
-    rows = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-    return functional.normalize(rows, dim=-1)
 
 
 def calls() -> dict[str, Callable[[str], object]]:

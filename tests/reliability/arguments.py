@@ -21,6 +21,7 @@ from geoflow_fast.distributed import World
 from geoflow_fast.worlds import BumpField, ConceptWorld
 from tests.encoders import tiny_clip
 from tests.reliability.hostile import Target, fresh_path
+from tests.samples import unit
 from tests.with_torchvision import import_torchvision
 
 ROWS, IMAGE, TEXT = 6, 5, 4
@@ -29,10 +30,6 @@ ROWS, IMAGE, TEXT = 6, 5, 4
 def normal(*shape: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")
-
-
-def unit(*shape: int, seed: int = 0) -> Tensor:
-    return torch.nn.functional.normalize(normal(*shape, seed=seed), dim=-1)
 
 
 # ---- models, pairs, lists and files that the calls need ------------------------------------------------------------

@@ -18,6 +18,7 @@ from geoflow_fast.directions import DIRECTIONS
 from geoflow_fast.likelihood.reverse_ode import density_estimates
 from geoflow_fast.likelihood.settings import DensitySettings
 from geoflow_fast.noise import sample_uniform
+from tests.samples import shaken
 
 WIDTH, QUERIES, ITEMS, ROWS, KAPPA = 16, 9, 301, 64, 20.0
 Result = dict[str, Tensor]
@@ -35,11 +36,7 @@ def unit(rows: int, seed: int) -> Tensor:
 def flow() -> gf.GeoFlow:
     """A network whose velocities are not zero."""
     torch.manual_seed(1)
-    flow = gf.GeoFlow(gf.GeoFlowConfig(WIDTH, WIDTH, hidden=64, depth=2, layer_scale=0.5))
-    with torch.no_grad():
-        for parameter in flow.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    return flow.eval()
+    return shaken(gf.GeoFlow(gf.GeoFlowConfig(WIDTH, WIDTH, hidden=64, depth=2, layer_scale=0.5)), 0.05)
 
 
 def train(_: gf.GeoFlow, seed: int = 0, **changes: object) -> Result:

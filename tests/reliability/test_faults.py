@@ -21,22 +21,18 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.nn import functional
 
 import geoflow_fast as gf
 from geoflow_fast.runtime import parquet
 from geoflow_fast.runtime.tensors import load_tensors
 from tests.reliability import faults
 from tests.reliability.faults import TASKS, WIDTH, End, Nursery, Plan, files_of, is_temporary
+from tests.samples import unit
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, audits and limits of Linux")
 
 KILLS = 50
 """The number of kills of each task in the long test."""
-
-
-def unit(rows: int, seed: int) -> torch.Tensor:
-    return functional.normalize(torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed)), dim=-1)
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +48,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("world")
     torch.manual_seed(0)
     gf.GeoFlow(faults.SHAPE).save_pretrained(folder / "model")
-    gf.EmbeddingPairs.from_arrays(unit(96, 1), unit(96, 2)).save(folder / "pairs", dtype=np.float32)
-    np.save(folder / "queries.npy", unit(36, 3).numpy())
-    np.save(folder / "gallery.npy", unit(40, 4).numpy())
+    gf.EmbeddingPairs.from_arrays(unit(96, WIDTH, seed=1), unit(96, WIDTH, seed=2)).save(
+        folder / "pairs", dtype=np.float32
+    )
+    np.save(folder / "queries.npy", unit(36, WIDTH, seed=3).numpy())
+    np.save(folder / "gallery.npy", unit(40, WIDTH, seed=4).numpy())
     photos = folder / "photos"
     photos.mkdir()
     rng = np.random.default_rng(0)

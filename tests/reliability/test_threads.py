@@ -17,6 +17,7 @@ from geoflow_fast.explore import sources
 from geoflow_fast.explore.page import render
 from geoflow_fast.runtime import parquet
 from tests.decisions.helpers import search
+from tests.samples import shaken, unit
 from tests.stores.test_protocol import Fake
 
 THREADS, ROUNDS, DIM = 8, 4, 12
@@ -28,19 +29,11 @@ def single() -> None:
     torch.set_num_threads(1)
 
 
-def unit(rows: int, seed: int) -> Tensor:
-    return geometry.normalize(torch.randn(rows, DIM, generator=torch.Generator().manual_seed(seed)))
-
-
 @pytest.fixture
 def training_flow() -> gf.GeoFlow:
     """A flow in training mode, one block of which is in eval mode, with so much dropout that a single mask shows."""
     torch.manual_seed(1)
-    flow = gf.GeoFlow(gf.GeoFlowConfig(DIM, DIM, hidden=32, depth=2, layer_scale=0.5, dropout=0.5))
-    with torch.no_grad():
-        for parameter in flow.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    flow.train()
+    flow = shaken(gf.GeoFlow(gf.GeoFlowConfig(DIM, DIM, hidden=32, depth=2, layer_scale=0.5, dropout=0.5))).train()
     flow.blocks[1].eval()
     return flow
 
@@ -50,17 +43,17 @@ def tensors_of(post: gf.RetrievalPosterior) -> tuple[Tensor, ...]:
 
 
 def scored(flow: gf.GeoFlow) -> Callable[[], tuple[Tensor, ...]]:
-    scorer = gf.RetrievalEntropy.fast(flow, unit(200, 0), kappa=20.0)
-    return lambda: tensors_of(scorer(unit(6, 1)))
+    scorer = gf.RetrievalEntropy.fast(flow, unit(200, DIM, seed=0), kappa=20.0)
+    return lambda: tensors_of(scorer(unit(6, DIM, seed=1)))
 
 
 def reranked(flow: gf.GeoFlow) -> Callable[[], tuple[Tensor, ...]]:
-    reranker = gf.BayesReranker(flow, unit(100, 0), shortlist=8, n_steps=3)
-    image = unit(120, 3)
-    reranker.calibrate(gf.EmbeddingPairs.from_arrays(image, geometry.normalize(image + 0.1 * unit(120, 4))))
+    reranker = gf.BayesReranker(flow, unit(100, DIM, seed=0), shortlist=8, n_steps=3)
+    image = unit(120, DIM, seed=3)
+    reranker.calibrate(gf.EmbeddingPairs.from_arrays(image, geometry.normalize(image + 0.1 * unit(120, DIM, seed=4))))
 
     def call() -> tuple[Tensor, ...]:
-        result = reranker(unit(6, 1))
+        result = reranker(unit(6, DIM, seed=1))
         return result.index, result.prob, result.p_answer, result.p_outside, result.entropy
 
     return call
@@ -69,7 +62,7 @@ def reranked(flow: gf.GeoFlow) -> Callable[[], tuple[Tensor, ...]]:
 def densities(flow: gf.GeoFlow) -> Callable[[], tuple[Tensor, ...]]:
     def call() -> tuple[Tensor, ...]:
         generators = (torch.Generator().manual_seed(5) for _ in range(2))
-        image, text = unit(6, 1), unit(6, 2)
+        image, text = unit(6, DIM, seed=1), unit(6, DIM, seed=2)
         return tuple(
             gf.log_density(flow, image, text, direction, 4, generator=generator)
             for direction, generator in zip(("joint", "t2i"), generators)
@@ -101,39 +94,39 @@ def assert_same_in_threads(call: Callable[[], tuple[Tensor, ...]], expected: tup
 
 
 def pairs_of(rows: int, seed: int) -> gf.EmbeddingPairs:
-    image = unit(rows, seed)
-    return gf.EmbeddingPairs.from_arrays(image, geometry.normalize(image + 0.4 * unit(rows, seed + 1)))
+    image = unit(rows, DIM, seed=seed)
+    return gf.EmbeddingPairs.from_arrays(image, geometry.normalize(image + 0.4 * unit(rows, DIM, seed=seed + 1)))
 
 
 def new_head() -> gf.PosteriorHead:
     torch.manual_seed(2)
     head = gf.PosteriorHead(gf.HeadConfig(points=3, hidden=16, bank=16), DIM, DIM).train()
-    head.bank_image.copy_(unit(16, 5))
-    head.bank_text.copy_(unit(16, 6))
+    head.bank_image.copy_(unit(16, DIM, seed=5))
+    head.bank_text.copy_(unit(16, DIM, seed=6))
     return head
 
 
 def entropy_of_a_head() -> Callable[[], tuple[Tensor, ...]]:
     """The items' numbers are computed by whichever thread comes first."""
-    scorer = gf.RetrievalEntropy(new_head(), unit(200, 0))
-    return lambda: tensors_of(scorer(unit(6, 1)))
+    scorer = gf.RetrievalEntropy(new_head(), unit(200, DIM, seed=0))
+    return lambda: tensors_of(scorer(unit(6, DIM, seed=1)))
 
 
 def ladder_of_a_head() -> Callable[[], tuple[Tensor, ...]]:
-    reranker = gf.BayesReranker(None, unit(150, 0), shortlist=20, head=new_head())
+    reranker = gf.BayesReranker(None, unit(150, DIM, seed=0), shortlist=20, head=new_head())
     reranker.calibrate(pairs_of(120, 3), progress=False)
-    twin = reranker.with_gallery(unit(150, 0))  # which remembers nothing yet
-    return lambda: tensors_of(twin(unit(6, 1), no_match_share=0.2))
+    twin = reranker.with_gallery(unit(150, DIM, seed=0))  # which remembers nothing yet
+    return lambda: tensors_of(twin(unit(6, DIM, seed=1), no_match_share=0.2))
 
 
 def store_of_a_ladder() -> Callable[[], tuple[Tensor, ...]]:
-    rows = unit(150, 0).numpy()
+    rows = unit(150, DIM, seed=0).numpy()
     store = stores.CustomStore(Fake(rows=rows).search, Fake(rows=rows).fetch, DIM)
     reranker = stores.StoreReranker(store, shortlist=(20, 20))
     reranker.calibrate(pairs_of(120, 3), progress=False)
 
     def call() -> tuple[Tensor, ...]:
-        hits = reranker(unit(6, 1).numpy())
+        hits = reranker(unit(6, DIM, seed=1).numpy())
         return tuple(torch.from_numpy(getattr(hits, name)) for name in ("prob", "p_answer", "p_no_match", "entropy"))
 
     return call

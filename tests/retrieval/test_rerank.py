@@ -23,6 +23,7 @@ from geoflow_fast.retrieval.held_out import Shortlist
 from geoflow_fast.retrieval.no_match import NoMatch
 from geoflow_fast.spherical import sample_bump
 from geoflow_fast.worlds import PairField
+from tests.samples import shaken
 
 DIM, ITEMS, QUERIES, K = 6, 300, 40, 12
 
@@ -152,10 +153,7 @@ def test_batches_do_not_change_the_result(queries):
     """The divergence of a network is not isotropic: results are the same for any batch only if all pairs share the
     probes."""
     torch.manual_seed(1)
-    flow = gf.GeoFlow(gf.GeoFlowConfig(DIM, DIM, hidden=32, depth=2, layer_scale=0.5))
-    with torch.no_grad():
-        for parameter in flow.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
+    flow = shaken(gf.GeoFlow(gf.GeoFlowConfig(DIM, DIM, hidden=32, depth=2, layer_scale=0.5)))
     gallery = noise.sample_uniform(ITEMS, DIM)
     reranker = make(flow, gallery)
     together = reranker(queries[:5])
@@ -168,10 +166,7 @@ def test_batches_do_not_change_the_result(queries):
 @pytest.mark.parametrize("direction", ["t2i", "i2t"])
 def test_an_item_of_several_shortlists_is_encoded_once(direction, monkeypatch):
     """The result is the same as if every pair were encoded on its own."""
-    wide = gf.GeoFlow(gf.GeoFlowConfig(DIM, DIM, hidden=32, depth=2, layer_scale=0.5)).eval()
-    with torch.no_grad():
-        for parameter in wide.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
+    wide = shaken(gf.GeoFlow(gf.GeoFlowConfig(DIM, DIM, hidden=32, depth=2, layer_scale=0.5)))
     asks = noise.sample_uniform(9, DIM)
     reranker = make(wide, noise.sample_uniform(20, DIM), direction)
     encoded, plain = [], ForwardMode.encode

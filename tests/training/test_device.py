@@ -22,6 +22,7 @@ from geoflow_fast.training.device_rows import DeviceRows, send
 from geoflow_fast.training.flow_matching import FlowMatching
 from geoflow_fast.training.half import HalfTwin
 from geoflow_fast.training.loop import TrainingDiverged
+from tests.samples import randomised
 from tests.training.test_training import CONFIG, SHAPE, make, new_flow, new_run, same_weights, some_pairs
 
 
@@ -261,10 +262,7 @@ def test_bfloat16_is_chosen_where_it_pays(monkeypatch, hidden, unit, gain, gains
 
 def test_gradients_of_the_twin_are_those_of_float32_but_for_rounding():
     """The twin has the weights of products in bfloat16, and shares the rest; pieces add up in float32."""
-    flow = new_flow(dataclasses.replace(SHAPE, dropout=0.0))
-    with torch.no_grad():
-        for parameter in flow.parameters():
-            parameter.normal_(0, 0.2)
+    flow = randomised(new_flow(dataclasses.replace(SHAPE, dropout=0.0)), 0.2).train()
     run = new_run(dataclasses.replace(CONFIG, accumulate=2), flow)
     batch = run.objective.training_batch(20)
     results = []

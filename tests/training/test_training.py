@@ -27,6 +27,7 @@ from geoflow_fast.training.batches import Batch, BatchMaker, Prefetcher, couplin
 from geoflow_fast.training.flow_matching import FlowMatching, train_from_preset
 from geoflow_fast.training.logging import METRICS_FILE, Metrics, StepRate
 from geoflow_fast.training.loop import Run
+from tests.samples import random_pairs, randomised
 
 SHAPE = gf.GeoFlowConfig(image_dim=6, text_dim=5, hidden=16, depth=2, heads=2, layer_scale=0.1)
 CONFIG = gf.TrainConfig(
@@ -35,9 +36,7 @@ CONFIG = gf.TrainConfig(
 
 
 def some_pairs(n: int = 120, shape: gf.GeoFlowConfig = SHAPE) -> gf.EmbeddingPairs:
-    generator = torch.Generator().manual_seed(0)
-    image, text = (sample_uniform(n, d, generator=generator) for d in (shape.image_dim, shape.text_dim))
-    return gf.EmbeddingPairs.from_arrays(image, text)
+    return random_pairs(n, (shape.image_dim, shape.text_dim))
 
 
 def new_flow(shape: gf.GeoFlowConfig = SHAPE) -> gf.GeoFlow:
@@ -69,9 +68,7 @@ def same_weights(a: gf.GeoFlow, b: gf.GeoFlow) -> bool:
 
 def test_loss_gradients_by_finite_differences():
     flow = new_flow(dataclasses.replace(SHAPE, hidden=8, depth=1, dropout=0.0)).double()
-    with torch.no_grad():
-        for parameter in flow.parameters():
-            parameter.normal_(0, 0.4)
+    randomised(flow, 0.4)
     counts: Counts = (2, 1, 2)
     points = [sample_uniform(5, d, dtype=torch.float64) for d in (6, 5, 6, 5)]
     batch = Batch(*points, torch.rand(5, dtype=torch.float64), row_directions(counts), counts)
@@ -86,11 +83,7 @@ def test_loss_gradients_by_finite_differences():
 
 
 def test_loss_is_the_squared_tangent_error_of_generated_streams():
-    flow = new_flow()
-    with torch.no_grad():
-        for parameter in flow.parameters():
-            parameter.normal_(0, 0.3)
-    flow.eval()
+    flow = randomised(new_flow())
     batch = make(CONFIG, flow).training(20)
     assert batch.codes.tolist() == [code for code, n in zip((1, 0, 2), batch.counts) for _ in range(n)]
     v_image, v_text = flow.velocity(batch.image, batch.text, batch.t, batch.codes)
@@ -197,10 +190,7 @@ def test_one_step_equals_a_plain_reimplementation():
         p_drop=0.3,
         weight_decay=0.5,  # large enough for its effect to be seen
     )
-    flow = new_flow(dataclasses.replace(SHAPE, dropout=0.0))
-    with torch.no_grad():
-        for parameter in flow.parameters():
-            parameter.normal_(0, 0.2)
+    flow = randomised(new_flow(dataclasses.replace(SHAPE, dropout=0.0)), 0.2).train()
     twin = new_flow(flow.config)
     twin.load_state_dict(flow.state_dict())
     pairs = some_pairs()

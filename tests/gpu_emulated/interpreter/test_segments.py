@@ -11,16 +11,9 @@ from geoflow_fast.kernels import probes
 from geoflow_fast.noise import sample_uniform
 from geoflow_fast.ops.segments import Segment, Segments, adaln_segments, gate_adaln_segments, swiglu_segments
 from geoflow_fast.ops.tangent_probes import hashed_normals, probe_traces_reference, tangent_probes_reference
+from tests.gpu_emulated.interpreter.test_kernels import FLOATS, assert_close
 
 EPS = 1e-5
-ROUNDING = {torch.float32: 4e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
-
-
-def assert_close(actual, expected, dtype=torch.float32, scale=1.0):
-    assert actual.shape == expected.shape
-    bound = scale * ROUNDING[dtype] * max(1.0, expected.abs().max().item())
-    error = (actual.double() - expected.double()).abs().max().item()
-    assert error <= bound, f"error {error:.3g} above {bound:.3g}"  # a NaN fails too
 
 
 def two_solves(pairs: int):
@@ -53,7 +46,7 @@ def both(run, shapes, dtype):
 
 
 @pytest.mark.parametrize(("pairs", "width"), [(1, 16), (7, 33), (9, 64)])
-@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("biased", [False, True])
 def test_adaln_of_segments(pairs, width, dtype, biased):
     torch.manual_seed(0)
@@ -92,7 +85,7 @@ def test_gates_and_adaln_of_segments(pairs, width, heads, dtype):
 
 
 @pytest.mark.parametrize(("pairs", "width"), [(1, 16), (7, 33), (9, 160)])
-@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_swiglu_of_segments(pairs, width, dtype):
     torch.manual_seed(0)
     rows, whole, _, _ = two_solves(pairs)
