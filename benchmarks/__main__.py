@@ -1,7 +1,7 @@
 """`python -m benchmarks [name ...]`: hot paths, then docs/performance.md and its figures from all results there are.
 
 `--quick` takes small sizes and prints tables only. `--json` prints what was measured as one JSON object in place of
-tables. Studies of quality are in `python -m benchmarks.methods --study NAME`.
+tables. Studies of quality are in `python -m benchmarks.methods study NAME`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from importlib import import_module
 
 __version__ = "0.1.0"
 
-_MODULES = ("baselines", "distributed", "evaluation", "geometry", "ops", "stores", "worlds")
+_MODULES = ("distributed", "evaluation", "geometry", "ops", "stores", "worlds")
 _HOMES = {
     "BackendUnavailable": "ops.dispatch",
     "Bandwidth": "retrieval.bandwidth",

@@ -1,6 +1,5 @@
 """The public names of geoflow_fast as type checkers see them; `__init__.py` imports them on first use."""
 
-from geoflow_fast import baselines as baselines
 from geoflow_fast import distributed as distributed
 from geoflow_fast import evaluation as evaluation
 from geoflow_fast import geometry as geometry

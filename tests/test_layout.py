@@ -16,7 +16,7 @@ LAYERS = (
     ("cli", "__main__"),
     ("demo",),
     ("evaluation", "explore"),
-    ("baselines", "jobs", "encoders", "stores"),
+    ("jobs", "encoders", "stores"),
     ("decisions",),
     ("retrieval",),
     ("head",),

@@ -40,12 +40,6 @@ def judge(uncertainty: Tensor, correct: Tensor) -> None:
     assert_type(gf.evaluation.retrieval_calibration(uncertainty, correct).auroc, float)
 
 
-def compare(query: Tensor, gallery: Tensor) -> None:
-    method = gf.baselines.find("margin")(query.shape[1], gallery.shape[1])
-    assert_type(method, gf.baselines.Baseline)
-    assert_type(method.uncertainty(query, gallery, "t2i"), Tensor)
-
-
 def operate(samples: Tensor, gallery: Tensor) -> None:
     assert_type(gf.ops.gallery_posterior(samples, gallery, 50.0), gf.ops.GalleryPosterior)
     assert_type(gf.ops.ot_assign(gallery, gallery, gallery, gallery), Tensor)

@@ -1,1 +1,1 @@
-"""Trained baselines, ablations, the paper's tables and studies of quality: what is compared with, and how."""
+"""What GeoFlow is compared with, and how: baselines, ablations, the paper's tables, and studies of quality."""

@@ -10,9 +10,8 @@ import geoflow_fast
 from geoflow_fast.cli import base, decisions, demo, embed, evaluate, explore, machine, scoring, split, training
 
 app = base.Commands(pretty_exceptions_enable=False)
-for group in (machine, demo, embed, split, training, scoring, decisions, explore):
+for group in (machine, demo, embed, split, training, scoring, decisions, evaluate, explore):
     app.add_typer(group.app)
-app.add_typer(evaluate.app, name="evaluate")
 
 
 @app.callback(

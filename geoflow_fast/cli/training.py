@@ -1,4 +1,4 @@
-"""`geoflow train`: a flow and a posterior head, or a baseline, on paired embeddings."""
+"""`geoflow train`: a flow and a posterior head on paired embeddings."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 app = Commands()
 
 OF_THE_FLOW = (
-    *("preset", "method", "coupling", "conditional_coupling", "noise", "ot_scope", "blend", "centre", "pca"),
+    *("preset", "coupling", "conditional_coupling", "noise", "ot_scope", "blend", "centre", "pca"),
     "fixed_directions",
 )
 """Flags that mean nothing to a head."""
 GROUPS = {
     "Data": "pairs images texts image_index val held_out calibrate ids normalize",
-    "What is trained": "out preset head points method overwrite",
+    "What is trained": "out preset head points overwrite",
     "The run; the preset has the defaults": "steps batch_size lr warmup_steps seed accumulate ema_decay device "
     "compile_network",
     "Validation, checkpoints and logs; the preset has the defaults": "val_every patience checkpoint_every tensorboard",
@@ -84,9 +84,6 @@ def train(
             help="Hold pairs out and calibrate on them at the end; the other commands then use what is stored.",
         ),
     ] = True,
-    method: Annotated[
-        str, typer.Option(help="geoflow, or a baseline: probvlm, asymvlm_vmf, asymvlm_ps, grove, repvlm, bayesvlm, ...")
-    ] = "geoflow",
     steps: Annotated[
         int | None,
         typer.Option(
@@ -152,9 +149,7 @@ def train(
     device: DeviceFlag = "auto",
     as_json: JsonFlag = False,
 ) -> None:
-    """Trains a flow and a posterior head, or a baseline, on paired embeddings. Ctrl-C saves and stops; the same command
-    continues."""
-    from geoflow_fast import baselines
+    """Trains a flow and a posterior head on paired embeddings. Ctrl-C saves and stops; the same command continues."""
     from geoflow_fast.data.pairs import EmbeddingPairs, open_pairs
     from geoflow_fast.distributed import joined
     from geoflow_fast.head.config import HeadConfig
@@ -164,7 +159,7 @@ def train(
     from geoflow_fast.runtime.device import usable_device
     from geoflow_fast.training.flow_matching import preset_settings, train_from_preset
 
-    _check_flags(context, head, method)
+    _check_flags(context, head)
     k, share = _points(points), _held_out(held_out, calibrate=calibrate)
     if ids is not None and (isinstance(share, Path) or not calibrate):
         why = "those come from a folder of their own" if calibrate else "--no-calibrate holds none out"
@@ -198,30 +193,25 @@ def train(
     with joined() as world:
         data = open_pairs(pairs, images, texts, image_index, normalize=normalize, world=world)
         validation = None if val is None else EmbeddingPairs.open(val, normalize=normalize, world=world)
-        if method == "geoflow":  # names bad settings before anything is written
-            if head:
-                HeadConfig(**run_settings)
-            else:
-                config = preset_settings(preset, data, {**run_settings, **couplings}, centre=centre, pca_dim=pca)[1]
-            usable_device(device)
-        if calibrate and method == "geoflow":
+        if head:  # names bad settings before anything is written
+            HeadConfig(**run_settings)
+        else:
+            config = preset_settings(preset, data, {**run_settings, **couplings}, centre=centre, pca_dim=pca)[1]
+        usable_device(device)
+        if calibrate:
             asked = EmbeddingPairs.open(share, normalize=normalize, world=world) if isinstance(share, Path) else share
             tell = typer.echo if world.is_main and not as_json else lambda _: None
             data = hold_out(data, out, asked, seed, anew=overwrite, ids=ids, announce=tell, world=world)
-        elif method != "geoflow" and baselines.find(method) and world.size > 1:
-            raise ValueError(f"{method} is trained by one process; start it without torchrun")
         elif overwrite and world.is_main:
             forget_calibration(out)
-        run = (data, out, preset, validation, {**run_settings, **couplings})
-        if method != "geoflow":
-            report = baselines.train_preset(method, *run, folder=pairs, device=device, resume=not overwrite)
-        elif not head:
+        if not head:
             if world.is_main and not as_json:
                 flow_settings = {**run_settings, **couplings}
                 typer.echo(_announcement(data, preset, flow_settings, centre, pca, device))
             options: dict[str, Any] = {"centre": centre, "pca_dim": pca, "device": device, "resume": not overwrite}
-            report = train_from_preset(*run, **options, world=world)
-        if head or (head is None and report is not None and report.finished and method == "geoflow"):
+            changes = {**run_settings, **couplings}
+            report = train_from_preset(data, out, preset, validation, changes, **options, world=world)
+        if head or (head is None and report is not None and report.finished):
             trained = fit_head(
                 data,
                 None,
@@ -238,7 +228,7 @@ def train(
         unfinished = (report is not None and not report.finished) or (
             trained is not None and not trained.report["finished"]
         )
-        if world.is_main and not unfinished and calibrate and method == "geoflow":
+        if world.is_main and not unfinished and calibrate:
             # A backward pass costs as much as two forward ones.
             rows = 0.0 if report is None else 3.0 * report.steps * config.batch_size
             stored = _calibrated(out, data, trained, rows, seed, device)
@@ -313,17 +303,14 @@ def _announcement(
     return f"{size}; {millions:.2f} million parameters, preset {preset}, {run}"
 
 
-def _check_flags(context: typer.Context, head: bool | None, method: str) -> None:
+def _check_flags(context: typer.Context, head: bool | None) -> None:
     """Raises a ValueError for a flag that means nothing to what is trained."""
     chosen = chosen_flags(context)
     for name in OF_THE_FLOW if head else ():
         if name in chosen:
             raise ValueError(f"--{name.replace('_', '-')} is a setting of the flow; leave it out with --head")
-    if "points" in chosen and (head is False or method != "geoflow"):
-        without = "--no-head" if head is False else f"--method {method}"
-        raise ValueError(f"--points is a setting of the head, which is not trained with {without}")
-    if method != "geoflow" and (context.params["centre"] or context.params["pca"] is not None):
-        raise ValueError(f"--centre and --pca are the flow's; {method} takes the embeddings as they are")
+    if "points" in chosen and head is False:
+        raise ValueError("--points is a setting of the head, which is not trained with --no-head")
 
 
 def _points(words: str) -> int | str:

@@ -13,12 +13,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from geoflow_fast.baselines.untrained import MaxSoftmax
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.directions import CONDITIONAL, Direction
 from geoflow_fast.evaluation.metrics import SelectiveAccuracy, auroc, selective_accuracy
+from geoflow_fast.evaluation.untrained import max_softmax, tuned_scale
 from geoflow_fast.head.config import HeadConfig
 from geoflow_fast.head.model import PosteriorHead
+from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.retrieval.rerank import BayesReranker
 from geoflow_fast.retrieval.task import typical_queries
 from geoflow_fast.worlds import ClipWorld, DrawnSearch
@@ -108,21 +109,20 @@ def examine_clip_world(
         bank = typical_queries(pairs, direction, BANK, seed)
         ladder = BayesReranker(None, search.gallery, direction, SHORTLIST, seed=seed, head=head, bank=bank)
         ladder.calibrate(held_out, progress=False)
-        searches[direction] = examine_search(world, ladder, search, held_out, pairs)
+        searches[direction] = examine_search(world, ladder, search, held_out)
     return searches
 
 
 def examine_search(
-    world: ClipWorld, ladder: BayesReranker, search: DrawnSearch, held_out: EmbeddingPairs, pairs: EmbeddingPairs
+    world: ClipWorld, ladder: BayesReranker, search: DrawnSearch, held_out: EmbeddingPairs
 ) -> ClipSearch:
     """Compares what the ladder and a tuned softmax say with what is true."""
     direction, queries, gallery = ladder.direction, search.queries, search.gallery
-    reranked, softmax = ladder(queries), MaxSoftmax(world.dim, world.dim)
-    softmax.fit(pairs, held_out)
+    reranked, scale = ladder(queries), tuned_scale(held_out, direction)
     truth = world.gallery_posterior(queries, gallery, direction)
     there, answer = search.item >= 0, reranked.answer
     p_answer = {
-        SOFTMAX: 1 - softmax.uncertainty(queries, gallery, direction).double(),
+        SOFTMAX: 1 - max_softmax(queries, Gallery(gallery), scale),
         LADDER: reranked.p_answer.double(),
         EXACT: truth.gather(1, answer.unsqueeze(1)).squeeze(1),
     }

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from geoflow_fast.baselines.base import Baseline
-from geoflow_fast.baselines.untrained import KNNDistance, Margin, MaxSoftmax, SoftmaxEntropy
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.demo.clip_world import EXACT, LADDER, SOFTMAX, ClipSearch
 from geoflow_fast.demo.story import Expectation, Story
@@ -17,11 +15,22 @@ from geoflow_fast.evaluation.agreement import DensityAgreement, agreement, densi
 from geoflow_fast.evaluation.metrics import auroc, reliability, retrieval_calibration, selective_accuracy
 from geoflow_fast.evaluation.report import Unranked
 from geoflow_fast.evaluation.statistics import spearman
+from geoflow_fast.evaluation.untrained import (
+    KNOWN_ROWS,
+    UNTRAINED,
+    knn_distance,
+    margin,
+    max_softmax,
+    softmax_entropy,
+    tuned_scale,
+)
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.likelihood.density import epistemic
 from geoflow_fast.retrieval.bandwidth import Bandwidth, fit_bandwidth
 from geoflow_fast.retrieval.entropy import RetrievalEntropy
+from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.retrieval.rerank import BayesReranker, Reranked
+from geoflow_fast.retrieval.task import typical_queries
 from geoflow_fast.runtime.progress import Announce
 from geoflow_fast.worlds import ConceptWorld
 
@@ -32,7 +41,8 @@ SHORTLIST, RERANK_STEPS, CALIBRATION_QUERIES = 16, 4, 400
 ENTROPY, RERANKER, TRUTH = "flow: retrieval entropy", "flow: re-ranker", "truth: 1 - P(answer)"
 SCORE, IMAGE_DENSITY, NEIGHBOURS = "flow: epistemic score", "flow: -log p(image)", "kNN distance, image + text"
 TRUE_SCORE = "truth: -log p(image) - log p(text)"
-TRAINING_FREE: tuple[type[Baseline], ...] = (MaxSoftmax, Margin, SoftmaxEntropy, KNNDistance)
+TRAINING_FREE = {name: kind.title for name, kind in UNTRAINED.items()}
+"""What the page calls the references that need no training, by name."""
 LEAST_CORRELATION = {"joint": 0.97, "text|image": 0.95, "image|text": 0.95, "image": 0.90, "text": 0.90, "pmi": 0.93}
 """The correlation of learned with true log-densities that is expected at least."""
 
@@ -86,7 +96,7 @@ class DirectionOutcome:
     @property
     def best_training_free(self) -> tuple[str, float]:
         """The score without training that has the largest AUROC, with that AUROC."""
-        return max(((kind.title, self.auroc_of(kind.title)) for kind in TRAINING_FREE), key=lambda pair: pair[1])
+        return max(((title, self.auroc_of(title)) for title in TRAINING_FREE.values()), key=lambda pair: pair[1])
 
     def numbers(self) -> list[dict[str, object]]:
         """One row per method, for a table."""
@@ -181,16 +191,14 @@ def examine(
     held_image, held_text, _ = world.sample(HELD_OUT, generator=torch.Generator().manual_seed(400 + seed))
     held_out = EmbeddingPairs.from_arrays(held_image, held_text)
     image, text, concept = world.sample(ITEMS, generator=torch.Generator().manual_seed(500 + seed))
-    training_free = [kind(world.dim, world.dim) for kind in TRAINING_FREE]
-    for method in training_free:
-        method.fit(pairs, held_out)
+    known = {direction: typical_queries(pairs, direction, KNOWN_ROWS, 0) for direction in CONDITIONAL}
     by_direction = {}
     for direction in CONDITIONAL:
         announce(f"{direction}: scoring and re-ranking {QUERIES:,} queries over {ITEMS:,} items")
         queries, items = direction.queries(image, text)[:QUERIES], direction.items(image, text)
-        by_direction[direction] = examine_direction(world, flow, held_out, direction, queries, items, training_free)
+        by_direction[direction] = examine_direction(world, flow, held_out, direction, queries, items, known[direction])
     announce("log-densities of new pairs and of concepts that training never saw")
-    unseen = examine_unseen(world, flow, training_free[-1], (image, text), seed)
+    unseen = examine_unseen(world, flow, known, (image, text), seed)
     estimates = densities(world, flow, rows=DENSITY_ROWS)
     return Outcome(seed, steps, concept, by_direction, unseen, estimates, agreement(estimates))
 
@@ -202,9 +210,10 @@ def examine_direction(
     direction: Direction,
     queries: Tensor,
     items: Tensor,
-    training_free: list[Baseline],
+    known: Tensor,
 ) -> DirectionOutcome:
-    """Measures one direction. Everything that is tuned is tuned on the held-out pairs."""
+    """Measures one direction, whose training queries are `known`. Everything that is tuned is tuned on the held-out
+    pairs."""
     bandwidth = fit_bandwidth(flow, held_out, direction, guidances=GUIDANCES, max_queries=TUNING_QUERIES)
     tuned = {"kappa": bandwidth.kappa, "guidance": bandwidth.guidance}
     entropy = RetrievalEntropy.fast(flow, items, direction, **tuned)(queries).entropy
@@ -214,17 +223,28 @@ def examine_direction(
     truth = world.gallery_posterior(queries, items, direction)
     answer = (queries @ items.T).argmax(1)
     uncertainty = {ENTROPY: entropy, RERANKER: 1 - reranked.p_answer}
-    uncertainty |= {method.title: method.uncertainty(queries, items, direction) for method in training_free}
+    uncertainty |= training_free(queries, Gallery(items), tuned_scale(held_out, direction), known)
     uncertainty[TRUTH] = 1 - truth.gather(1, answer.unsqueeze(1)).squeeze(1)
     correct = answer == torch.arange(len(queries), device="cpu")
     return DirectionOutcome(direction, correct, truth, uncertainty, bandwidth, reranked)
 
 
+def training_free(queries: Tensor, gallery: Gallery, scale: float, known: Tensor) -> dict[str, Tensor]:
+    """The references that need no training by their titles, float64 [Q] each; `known` are training queries."""
+    values = {
+        "max_softmax": max_softmax(queries, gallery, scale),
+        "margin": margin(queries, gallery),
+        "softmax_entropy": softmax_entropy(queries, gallery, scale),
+        "knn": knn_distance(queries, known),
+    }
+    return {title: values[name].double() for name, title in TRAINING_FREE.items()}
+
+
 def examine_unseen(
-    world: ConceptWorld, flow: GeoFlow, neighbours: Baseline, known: tuple[Tensor, Tensor], seed: int
+    world: ConceptWorld, flow: GeoFlow, trained: dict[Direction, Tensor], known: tuple[Tensor, Tensor], seed: int
 ) -> UnseenOutcome:
     """Measures the surprise at `known` pairs, at siblings of known concepts ("near") and at a group that training never
-    saw ("far")."""
+    saw ("far"). `trained` has training queries of each direction."""
     generator = torch.Generator().manual_seed(600 + seed)
     pairs = {"known": (known[0][:UNSEEN_PAIRS], known[1][:UNSEEN_PAIRS])}
     for kind, concepts in (("near", world.near), ("far", world.far)):
@@ -233,7 +253,7 @@ def examine_unseen(
     for kind, (image, text) in pairs.items():
         terms = epistemic(flow, image, text, generator=torch.Generator().manual_seed(seed))
         scores[SCORE][kind], scores[IMAGE_DENSITY][kind] = terms.score, -terms.image
-        distances = (neighbours.uncertainty(image, text, "i2t"), neighbours.uncertainty(text, image, "t2i"))
-        scores[NEIGHBOURS][kind] = distances[0] + distances[1]
+        distances = knn_distance(image, trained[Direction.I2T]), knn_distance(text, trained[Direction.T2I])
+        scores[NEIGHBOURS][kind] = distances[0].double() + distances[1].double()
         scores[TRUE_SCORE][kind] = -world.log_image(image) - world.log_text(text)
     return UnseenOutcome(scores)

@@ -36,9 +36,7 @@ from geoflow_fast.runtime.parquet import Columns
 from geoflow_fast.runtime.progress import Advance, Announce
 
 BLOCK_QUERIES = 256
-SCORES_FOLDER, RUNS_FOLDER = "scores", "runs"
-EVERY = "all"
-"""In place of names: every method, the dear ones too."""
+SCORES_FOLDER = "scores"
 
 
 def compare(
@@ -55,9 +53,9 @@ def compare(
     report: Callable[[Comparison], object] = lambda _: None,
 ) -> Comparison:
     """Compares every method of `names` on the queries of `test`, in every direction. By default these are all that the
-    study allows and that need no long training; `names=("all",)` asks for those too. Instead of a name, a method that
-    already exists may be given, with a study of its own. Instead of pairs, `test` may be a task, such as that of
-    judgements (`RetrievalTask.from_qrels`), which has a direction and queries of its own.
+    study allows. Instead of a name, a method that already exists may be given, with a study of its own. Instead of
+    pairs, `test` may be a task, such as that of judgements (`RetrievalTask.from_qrels`), which has a direction and
+    queries of its own.
 
     The cheapest methods come first. `report` is given what is known so far: once after those that cost next to nothing,
     and then after every other method but the last.
@@ -67,9 +65,7 @@ def compare(
     the intervals; 0 asks for no intervals.
     """
     check_resamples(resamples)
-    if names is None or list(names) == [EVERY]:
-        names = registry.default_methods(study, dear=names is not None)
-    chosen = [name if isinstance(name, Method) else registry.create(name, study) for name in names]
+    chosen = registry.chosen(names, study)
     tasks = tasks_of(test, directions, max_queries, study.seed)
     for task in tasks:
         check_bins(len(task), bins)

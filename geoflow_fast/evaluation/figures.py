@@ -1,4 +1,4 @@
-"""Figures of results: recall by bin, selective accuracy, components, ablations, reliability, AUROC.
+"""Figures of results: recall by bin, selective accuracy, reliability, AUROC.
 
 A method has the same colour and line style in all of them: the library's own are bold, training-free ones dashed.
 """
@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from geoflow_fast import baselines
 from geoflow_fast.directions import Direction
 from geoflow_fast.evaluation.results import Comparison, Result
-from geoflow_fast.evaluation.zero_shot import ZeroShot
+from geoflow_fast.evaluation.untrained import UNTRAINED
 from geoflow_fast.runtime import plots
 
 OWN_COLOURS = {
@@ -26,7 +25,6 @@ OWN_COLOURS = {
     "epistemic": "#2a9d8f",
     "ladder": "#5a2d82",
 }
-COMPONENT_COLOURS = {"image": "#1f5fa8", "text": "#d1495b", "pmi": "#5bb0e8", "sum": "#2a9d8f"}
 OTHER_COLOURS = (
     "#d98f2b",
     "#8d6cab",
@@ -45,7 +43,8 @@ OTHER_COLOURS = (
     "#7d7d3a",
     "#a0527f",
 )
-MARKERS = ("o", "s", "^", "D", "v", "P")
+KNOWN: dict[str, bool] = dict.fromkeys(UNTRAINED, True)
+"""Other methods in the order of their colours, and whether they need no training."""
 GREY = "#8a8f98"
 DASHED = (0, (4, 2))
 DIRECTION_TITLES: dict[str, str] = {Direction.T2I: "text to image", Direction.I2T: "image to text"}
@@ -63,13 +62,11 @@ def style_of(method: str) -> dict[str, Any]:
     """The colour and line style of a method, a component or anything else with a name, the same wherever it occurs."""
     if method in OWN_COLOURS:
         return {"color": OWN_COLOURS[method], "linewidth": 2.4, "linestyle": "-", "zorder": 4}
-    names = list(baselines.METHODS)
-    number = names.index(method) if method in names else sum(map(ord, method))
-    training_free = method in names and not baselines.METHODS[method].TRAINED
+    number = list(KNOWN).index(method) if method in KNOWN else sum(map(ord, method))
     return {
         "color": OTHER_COLOURS[number % len(OTHER_COLOURS)],
         "linewidth": 1.4,
-        "linestyle": DASHED if training_free else "-",
+        "linestyle": DASHED if KNOWN.get(method, False) else "-",
         "zorder": 3,
     }
 
@@ -83,7 +80,7 @@ def draw_calibration(datasets: Mapping[str, Comparison], path: Path, *, stacked:
         for result in results:
             bins = np.arange(1, len(result.bin_recall) + 1)
             series = Series(result.bin_recall, result.bin_recall_spread)
-            _line(axes, bins, series, result.title, style_of(result.method))
+            line(axes, bins, series, result.title, style_of(result.method))
         axes.set_xticks(bins)
         axes.axhline(results[0].plain_recall, color=GREY, linewidth=0.8, linestyle=":")
 
@@ -96,7 +93,7 @@ def draw_selective(datasets: Mapping[str, Comparison], path: Path, *, stacked: b
     def fill(axes: Any, results: Sequence[Result]) -> None:
         for result in results:
             series = Series(result.accuracy, result.accuracy_spread)
-            _line(axes, 1 - np.array(result.coverage), series, result.title, style_of(result.method))
+            line(axes, 1 - np.array(result.coverage), series, result.title, style_of(result.method))
 
     return _grid(datasets, path, fill, "share of queries turned away", "accuracy on the rest", stacked=stacked)
 
@@ -107,7 +104,7 @@ def draw_risk(datasets: Mapping[str, Comparison], path: Path, *, stacked: bool =
     def fill(axes: Any, results: Sequence[Result]) -> None:
         for result in results:
             series = Series([1 - share for share in result.accuracy], result.accuracy_spread)
-            _line(axes, np.array(result.coverage), series, result.title, style_of(result.method))
+            line(axes, np.array(result.coverage), series, result.title, style_of(result.method))
         axes.set_ylim(bottom=0)
 
     return _grid(datasets, path, fill, "share of queries answered", "share of answers that are wrong", stacked=stacked)
@@ -156,50 +153,6 @@ def draw_reliability(datasets: Mapping[str, Comparison], path: Path, *, stacked:
     return _grid(datasets, path, fill, *names, legend=False, height=4.2, stacked=stacked)
 
 
-def draw_components(datasets: Mapping[str, ZeroShot], path: Path) -> Path:
-    """Draws the selective accuracy of zero-shot classification by each component, training-free ones dashed."""
-    figure, panels = plots.subplots(1, len(datasets), figsize=(4.4 * len(datasets) + 2.6, 3.9), squeeze=False)
-    for axes, (name, outcome) in zip(panels[0], datasets.items()):
-        for part in outcome.components:
-            style = style_of(part.name)
-            if part.learned:
-                style = {"color": COMPONENT_COLOURS[part.name], "linewidth": 2.4, "linestyle": "-", "zorder": 4}
-            else:
-                style |= {"linestyle": DASHED}
-            _line(axes, 1 - np.array(part.coverage), Series(part.accuracy), part.title, style)
-        axes.axhline(outcome.accuracy, color=GREY, linewidth=0.8, linestyle=":")
-        _finish(axes, name, "share of images turned away", "accuracy on the rest")
-    return _save(figure, panels, path)
-
-
-def draw_ablation(
-    panels: Mapping[str, Mapping[str, Series]],
-    x: Sequence[float],
-    path: Path,
-    *,
-    xlabel: str,
-    ylabel: str,
-    log_x: bool = False,
-) -> Path:
-    """Draws a number over a setting: a panel per entry (a direction, a data set), a line per series. The shaded area is
-    one standard deviation over runs."""
-    figure, grid = plots.subplots(1, len(panels), figsize=(4.2 * len(panels) + 2.2, 3.8), squeeze=False, sharey=True)
-    for number, (axes, (title, lines)) in enumerate(zip(grid[0], panels.items())):
-        for line, (name, series) in enumerate(lines.items()):
-            style = style_of(name)
-            if name not in OWN_COLOURS and name not in baselines.METHODS:
-                colours = [*OWN_COLOURS.values(), *OTHER_COLOURS]
-                style |= {"color": colours[line % len(colours)], "linewidth": 2.0}
-            style |= {"marker": MARKERS[line % len(MARKERS)], "markersize": 5}
-            _line(axes, np.asarray(x, dtype=float), series, name, style)
-        if log_x:
-            axes.set_xscale("log")
-        axes.set_xticks(list(x), [f"{value:g}" for value in x])
-        axes.minorticks_off()
-        _finish(axes, title, xlabel, ylabel if number == 0 else "")
-    return _save(figure, grid, path)
-
-
 def _grid(
     datasets: Mapping[str, Comparison],
     path: Path,
@@ -226,11 +179,12 @@ def _grid(
             fill(axes, results)
         title = DIRECTION_TITLES.get(direction, direction) + (f", {name}" if len(names) > 1 else "")
         first = axes in panels[:, 0]
-        _finish(axes, title, xlabel, ylabel if first or not share else "")
-    return _save(figure, panels, path, legend=legend, below=stacked)
+        finish(axes, title, xlabel, ylabel if first or not share else "")
+    return save(figure, panels, path, legend=legend, below=stacked)
 
 
-def _line(axes: Any, x: Any, series: Series, label: str, style: Mapping[str, Any]) -> None:
+def line(axes: Any, x: Any, series: Series, label: str, style: Mapping[str, Any]) -> None:
+    """Draws a series, with its standard deviation as a shaded area."""
     values = np.asarray(series.values, dtype=float)
     axes.plot(x, values, label=label, **style)
     if series.spread is not None and len(series.spread):
@@ -238,7 +192,8 @@ def _line(axes: Any, x: Any, series: Series, label: str, style: Mapping[str, Any
         axes.fill_between(x, values - spread, values + spread, color=style["color"], alpha=0.15, linewidth=0)
 
 
-def _finish(axes: Any, title: str, xlabel: str, ylabel: str) -> None:
+def finish(axes: Any, title: str, xlabel: str, ylabel: str) -> None:
+    """Gives a panel its title, labels and grid."""
     axes.set_title(title, fontsize=11)
     axes.set_xlabel(xlabel)
     if ylabel:
@@ -248,7 +203,7 @@ def _finish(axes: Any, title: str, xlabel: str, ylabel: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _save(figure: Any, panels: Any, path: Path, *, legend: bool = True, below: bool = False) -> Path:
+def save(figure: Any, panels: Any, path: Path, *, legend: bool = True, below: bool = False) -> Path:
     """Saves the figure, with one legend for all panels to their right or `below` them."""
     if legend:
         entries: dict[str, Any] = {}

@@ -3,39 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from geoflow_fast import baselines
 from geoflow_fast.data.embeddings import open_rows
 from geoflow_fast.data.ids import Ids
 from geoflow_fast.data.pairs import EmbeddingPairs
-from geoflow_fast.data.rows import load_npy
 from geoflow_fast.directions import CONDITIONAL
-from geoflow_fast.evaluation import figures
-from geoflow_fast.evaluation.compare import RUNS_FOLDER, compare
-from geoflow_fast.evaluation.methods import Study
+from geoflow_fast.evaluation import figures, registry
+from geoflow_fast.evaluation.compare import compare
+from geoflow_fast.evaluation.methods import Method, Study
 from geoflow_fast.evaluation.metrics import BINS
-from geoflow_fast.evaluation.opening import comparison_tiles, image_tiles, show_comparison, show_images
+from geoflow_fast.evaluation.opening import comparison_tiles, show_comparison
 from geoflow_fast.evaluation.report import Report
-from geoflow_fast.evaluation.results import RESULTS_JSON, Comparison, without_nan
+from geoflow_fast.evaluation.results import Comparison
 from geoflow_fast.evaluation.statistics import RESAMPLES
 from geoflow_fast.evaluation.verdict import recommended, verdict
-from geoflow_fast.evaluation.zero_shot import CLIP_SCALE, ZeroShot, class_prompts, tuned_scale, zero_shot
-from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.jobs.calibration import StoredCalibration
 from geoflow_fast.jobs.queries import Naming
 from geoflow_fast.jobs.rerank import open_judgements, open_models
 from geoflow_fast.retrieval.task import RetrievalTask
 from geoflow_fast.runtime import plots
 from geoflow_fast.runtime.device import usable_device
-from geoflow_fast.runtime.files import write_json
 from geoflow_fast.runtime.progress import Announce
 
 PAGE = "report.html"
@@ -68,8 +61,6 @@ class EvaluationSettings:
     resamples: int = RESAMPLES
     seed: int = 0
     device: str = "auto"
-    run: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Fields of `RunConfig` that replace those of baselines that train by gradient, such as `steps`."""
 
 
 @dataclass(frozen=True)
@@ -117,11 +108,12 @@ def evaluate_folders(
     *,
     normalize: bool = False,
     announce: Announce = lambda _: None,
+    choose: Callable[[Sequence[str] | None, Study], Sequence[Method]] = registry.chosen,
 ) -> Comparison:
     """Compares methods on the pairs `test`, on those of a folder, or on judgements, and writes results, figures and a
     page into `out`. `model` holds a flow, with the head that `geoflow train` wrote beside it, or a head. Without a
     folder `held_out` the methods are tuned on the pairs that training held out. `normalize` scales the rows of files to
-    unit norm.
+    unit norm. `choose` makes the methods of the names that the settings have.
 
     If it is stopped, the same call continues it, because finished scores are kept in `out`.
     """
@@ -146,8 +138,6 @@ def evaluate_folders(
         flow=None if flow is None else flow.to(device),
         head=None if head is None else head.to(device),
         seed=settings.seed,
-        configs=run_configs(val, settings.run),
-        folder=out / RUNS_FOLDER,
     )
 
     def write(known: Comparison) -> None:
@@ -158,7 +148,7 @@ def evaluate_folders(
     comparison = compare(
         study,
         tested,
-        settings.names,
+        choose(settings.names, study),
         **asked,
         bins=settings.bins,
         resamples=settings.resamples,
@@ -179,16 +169,6 @@ def held_out_pairs(model: Path | None, folder: Path | None, *, normalize: bool) 
         without = "without --model" if model is None else f"{model} holds none from training"
         raise ValueError(f"--held-out pairs are needed to tune methods on, since {without}")
     return stored.pairs()
-
-
-def run_configs(pairs: EmbeddingPairs, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The training run of every baseline with these changes, by method."""
-    if not changes:
-        return {}
-    return {
-        name: dataclasses.replace(kind(pairs.image_dim, pairs.text_dim).default_config(), **changes)
-        for name, kind in baselines.METHODS.items()
-    }
 
 
 def write_report(datasets: Mapping[str, Comparison], out: Path, title: str) -> Path:
@@ -263,86 +243,3 @@ def _verdicts(datasets: Mapping[str, Comparison]) -> list[str]:
         for name, comparison in datasets.items()
         for direction in comparison.directions
     ]
-
-
-def zero_shot_folders(
-    model: Path,
-    images: Path,
-    labels: Path,
-    prompts: Path,
-    out: Path,
-    *,
-    held_out: tuple[Path, Path] | None = None,
-    train: Path | None = None,
-    bins: int = BINS,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
-    device: str = "auto",
-) -> ZeroShot:
-    """Classifies the images of a file or folder without training examples, analyses the components of the score, and
-    writes the results into the folder `out`.
-
-    `labels` is a `.npy` file of integers, and `prompts` one of [C, d], or of [C, P, d] with P templates. `held_out` has
-    images and labels on which the temperature of the training-free scores is tuned; without them it is CLIP's.
-    """
-    plots.need_matplotlib()  # fails at once if matplotlib is missing, not after the work
-    flow = GeoFlow.from_pretrained(model).to(usable_device(device))
-    rows, label = labelled(images, labels)
-    classes = prompts_of(prompts)
-    scale = CLIP_SCALE if held_out is None else tuned_scale(*labelled(*held_out), classes)
-    pairs = None if train is None else EmbeddingPairs.open(train)
-    outcome = zero_shot(flow, rows, label, classes, train=pairs, seed=seed, bins=bins, resamples=resamples, scale=scale)
-    out.mkdir(parents=True, exist_ok=True)
-    facts = {"images": len(rows), "classes": len(classes), "accuracy": outcome.accuracy, "scale": outcome.scale}
-    components = [dataclasses.asdict(part) for part in outcome.components]
-    write_json(out / RESULTS_JSON, without_nan({**facts, "seed": seed, "components": components}))
-    _write_zero_shot_page(outcome, len(classes), out, images.stem)
-    return outcome
-
-
-def _write_zero_shot_page(outcome: ZeroShot, classes: int, out: Path, name: str) -> None:
-    """Writes the figure and the page of the images `name` into the folder `out`."""
-    page = Report(
-        f"Zero-shot classification of {name}",
-        f"{len(outcome.correct):,} images, {classes:,} classes, accuracy {outcome.accuracy:.3f}. "
-        "Which predictions should be doubted?",
-    )
-    page.section("Which to doubt")
-    page.cards(image_tiles({name: outcome}))
-    show_images(page, name, outcome.components)
-    page.section(
-        "Components",
-        "Each image is paired with the prompt of the class that is predicted for it. The -log p(text) of a handful of "
-        "prompts ranks classes, not images. So compare -log p(image) with the sum, and both with the scores that need "
-        "no training.",
-    )
-    best = {"AUSAC": "max", "AUROC": "max"}
-    with page.folded("All numbers"):
-        page.table([part.row() for part in outcome.components], "Scores of single images.", best)
-    page.figure(
-        figures.draw_components({name: outcome}, out / "components.png"),
-        "Accuracy on the remaining images when the most doubtful are turned away; training-free scores are dashed.",
-    )
-    page.write(out / PAGE)
-
-
-def labelled(images: Path, labels: Path) -> tuple[Tensor, Tensor]:
-    """Unit rows of images [B, d] and their classes [B]."""
-    rows = open_rows(images, "images")
-    rows.check(normalize=False)
-    label = load_npy(labels)
-    if label.ndim != 1 or label.dtype.kind not in "iu":
-        raise ValueError(f"labels {labels} must be integers [B], got {label.dtype} {label.shape}")
-    if len(label) != len(rows):
-        raise ValueError(f"labels {labels} have {len(label)} entries, but there are {len(rows)} images in {images}")
-    return torch.from_numpy(rows[np.arange(len(rows))]), torch.from_numpy(label.astype(np.int64))
-
-
-def prompts_of(path: Path) -> Tensor:
-    """One unit prompt per class [C, d], the mean over the templates in the file."""
-    prompts = torch.from_numpy(load_npy(path).astype(np.float32))
-    if prompts.dim() == 2:
-        prompts = prompts.unsqueeze(1)
-    if prompts.dim() != 3:
-        raise ValueError(f"prompts {path} must be [C, d] or [C, P, d], got {tuple(prompts.shape)}")
-    return class_prompts(prompts)

@@ -9,22 +9,18 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from geoflow_fast.baselines.base import item_scores
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.directions import Direction
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.head.model import PosteriorHead
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.retrieval.task import RetrievalTask
-from geoflow_fast.training.config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -39,10 +35,6 @@ class Study:
     flow_seconds: float = 0.0
     """Seconds that training the flow took. They count towards the fitting time of its methods."""
     seed: int = 0
-    configs: Mapping[str, RunConfig] = field(default_factory=dict)
-    """How baselines that train by gradient do so, by method. The others use their own default."""
-    folder: Path | None = None
-    """Folder in which those baselines keep their runs, so that they can continue after a kill."""
     progress: bool | None = None
     head: PosteriorHead | None = None
     """Further evidence of the re-ranker."""
@@ -128,6 +120,14 @@ def right_per_query(pairs: EmbeddingPairs, direction: Direction) -> float:
     if direction is Direction.T2I:
         return 1.0
     return len(pairs) / len(torch.unique(torch.from_numpy(pairs.group)))
+
+
+def item_scores(samples: Tensor, gallery: Gallery, index: Tensor, kappa: float, bias: Tensor | None = None) -> Tensor:
+    """log mean_m exp(kappa <item, sample m>), plus the item's `bias` [N], of the items `index` [Q, k] under samples
+    [Q, M, d]: float64 [Q, k]."""
+    cosine = torch.einsum("qmd,qkd->qkm", samples, gallery.take(index, samples.dtype)).double()
+    score = (kappa * cosine).logsumexp(2) - math.log(samples.shape[1])
+    return score if bias is None else score + bias[index].double()
 
 
 def posterior_scores(

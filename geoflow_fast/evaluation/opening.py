@@ -4,19 +4,44 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from geoflow_fast.evaluation import figures
 from geoflow_fast.evaluation.report import Report
 from geoflow_fast.evaluation.results import Comparison, Result
 from geoflow_fast.evaluation.verdict import recommended
-from geoflow_fast.evaluation.zero_shot import Component, ZeroShot
 from geoflow_fast.runtime.pages import charts
 
 CURVES = 3
 """Methods of which a chart has a curve."""
-Ranked = TypeVar("Ranked", Result, Component)
 AUROC = "AUROC, the probability that a wrong answer is less certain than a right one."
+
+
+class Judged(Protocol):
+    """What a chart shows of a method or of anything else that has been judged."""
+
+    @property
+    def title(self) -> str:
+        """The name that is shown."""
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Its numbers, of which `auroc` is shown."""
+
+    @property
+    def coverage(self) -> list[float]:
+        """Shares that are answered."""
+
+    @property
+    def accuracy(self) -> list[float]:
+        """The accuracy at these coverages."""
+
+    @property
+    def intervals(self) -> dict[str, list[float]]:
+        """[low, high] of some numbers."""
+
+
+Ranked = TypeVar("Ranked", bound=Judged)
 
 
 def comparison_tiles(datasets: Mapping[str, Comparison]) -> list[tuple[str, str, str]]:
@@ -36,35 +61,12 @@ def comparison_tiles(datasets: Mapping[str, Comparison]) -> list[tuple[str, str,
 
 def show_comparison(page: Report, where: str, results: Sequence[Result]) -> None:
     """Risk over coverage of the recommended method and of what it is compared with, and all AUROCs with intervals."""
-    ranked, chosen = _ranked(results), recommended(results)
     wrong = "the share of wrong answers of plain search if only the most certain queries are answered."
-    _show(page, where, ranked, chosen, wrong)
+    show_ranked(page, where, best_first(results), recommended(results), wrong)
 
 
-def image_tiles(datasets: Mapping[str, ZeroShot]) -> list[tuple[str, str, str]]:
-    """The score card of zero-shot classification: how often predictions are right, and which score to doubt them by."""
-    tiles = []
-    for name, outcome in datasets.items():
-        best = _ranked(outcome.components)[0]
-        tiles.append((f"{name}: predictions are right", f"{outcome.accuracy:.0%}", f"{len(outcome.correct):,} images"))
-        tiles.append((f"{name}: AUROC of {best.title}", f"{best.numbers['auroc']:.3f}", "the best of all scores"))
-    return tiles
-
-
-def show_images(page: Report, where: str, components: Sequence[Component]) -> None:
-    """Risk over coverage of the best scores of single images, and the AUROC of all with their intervals."""
-    ranked = _ranked(components)
-    wrong = "the share of wrong predictions if only the most certain images are classified."
-    _show(page, where, ranked, ranked[0], wrong)
-
-
-def _show(
-    page: Report,
-    where: str,
-    ranked: Sequence[Ranked],
-    chosen: Ranked | None,
-    wrong: str,
-) -> None:
+def show_ranked(page: Report, where: str, ranked: Sequence[Ranked], chosen: Ranked | None, wrong: str) -> None:
+    """Risk over coverage, `wrong` in words, of the `chosen` one and the next best, and all AUROCs with intervals."""
     shown = [*([] if chosen is None else [chosen]), *(each for each in ranked if each is not chosen)][:CURVES]
     curves = {each.title: (each.coverage, [1 - share for share in each.accuracy]) for each in shown}
     page.risk(charts.risk_coverage(curves), f"{where}: {wrong}")
@@ -75,7 +77,7 @@ def _show(
     page.intervals(charts.whiskers(rows, None if chosen is None else chosen.title), f"{where}: {AUROC}")
 
 
-def _ranked(results: Sequence[Ranked]) -> list[Ranked]:
+def best_first(results: Sequence[Ranked]) -> list[Ranked]:
     """The best first; those without an AUROC last."""
     return sorted(results, key=lambda each: -_or_low(each.numbers["auroc"]))
 

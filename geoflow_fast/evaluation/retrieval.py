@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from geoflow_fast.baselines.base import nearest
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.retrieval.task import RetrievalTask
 from geoflow_fast.runtime import checks
@@ -54,6 +53,12 @@ class Answers(Summarised):
         if checks.integer(k, "k", 1) > self.right.shape[1]:
             raise ValueError(f"k={k} exceeds the {self.right.shape[1]} items that were searched for")
         return float(self.hit[:, k - 1].mean())
+
+
+def nearest(queries: Tensor, gallery: Gallery, count: int = 1) -> tuple[Tensor, Tensor]:
+    """Cosines and row numbers, both [Q, min(count, N)], of the items nearest to each query; the gallery is streamed."""
+    statistics = gallery.statistics(queries.unsqueeze(1), 1.0, count)
+    return statistics.top_score, statistics.top_index
 
 
 def plain_search(

@@ -1,2 +1,2 @@
-"""Training: one loop for flows and baselines. `objective` says what is trained, `loop` runs it, and `ranks` holds what
+"""Training: one loop for flows and heads. `objective` says what is trained, `loop` runs it, and `ranks` holds what
 several processes add."""

@@ -86,13 +86,13 @@ print(time.process_time(), *sorted(heavy), file=sys.stderr)
     assert float(report) < 0.5  # seconds of processor time; the name of a heavy module is not a number
 
 
-@pytest.mark.parametrize("command", [[], *([command] for command in COMMANDS), ["evaluate", "recipe"]], ids=" ".join)
+@pytest.mark.parametrize("command", [[], *([command] for command in COMMANDS)], ids=" ".join)
 def test_help_fits_eighty_columns_and_cuts_no_name(run, monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "80")
     _, out, _ = run(*command, "--help")
     assert max(map(len, out.splitlines())) <= 80
     assert "…" not in out
-    assert "..." not in out.replace("[ARGS]...", "").replace(", ...", "").replace("FOLDERS...", "")
+    assert "..." not in out.replace("[ARGS]...", "").replace(", ...", "")
     assert "<bool>" not in out  # flags take no value
 
 
@@ -230,10 +230,6 @@ def test_overwrite_begins_anew(run, desk):
     assert run(*head, "--seed", 1)[0] == 2
     assert run(*head, "--seed", 1, "--overwrite")[0] == 0
     assert gf.PosteriorHead.from_pretrained(desk / "head").config.seed == 1
-    baseline = ["train", "--pairs", "pairs", "--out", "margin", "--method", "probvlm", "--batch-size", 16]
-    assert run(*baseline, "--preset", "tiny", "--steps", 2)[0] == 0
-    assert run(*baseline, "--preset", "tiny", "--steps", 3)[0] == 2
-    assert run(*baseline, "--preset", "tiny", "--steps", 3, "--overwrite")[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -423,7 +419,6 @@ def test_validation_pairs_are_those_of_the_head_too(run, monkeypatch):
     ("flags", "words"),
     [
         (["--head", "--preset", "tiny"], "--preset is a setting of the flow; leave it out with --head"),
-        (["--head", "--method", "geoflow"], "--method is a setting of the flow"),
         (["--head", "--coupling", "exact"], "--coupling is a setting of the flow"),
         (["--head", "--conditional-coupling", "c2ot"], "--conditional-coupling is a setting of the flow"),
         (["--head", "--noise", "iid"], "--noise is a setting of the flow"),
@@ -432,7 +427,6 @@ def test_validation_pairs_are_those_of_the_head_too(run, monkeypatch):
         (["--head", "--pca", "3"], "--pca is a setting of the flow"),
         (["--head", "--config", "flow.toml"], "--preset is a setting of the flow"),
         (["--no-head", "--points", "3"], "--points is a setting of the head, which is not trained with --no-head"),
-        (["--method", "probvlm", "--points", "3"], "which is not trained with --method probvlm"),
         (["--points", "few"], "--points must be auto or a number, got 'few'"),
         (["--head", "--points", "0"], "--points must"),
         (["--points", "65"], "--points must"),

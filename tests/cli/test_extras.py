@@ -21,13 +21,9 @@ PAIRS = ["--pairs", "pairs", "--held-out", "held_out"]
 NEEDS = [
     ("matplotlib", "eval", ["entropy", *SCORED, "--plot", "out/plot.png", "--out", "out/scores.parquet"]),
     ("matplotlib", "eval", ["evaluate", *PAIRS, "--out", "out"]),
-    ("matplotlib", "eval", ["evaluate", "ablation", "kappa", *PAIRS, "--train", "pairs", "--out", "out"]),
     ("matplotlib", "eval", ["demo", "--out", "out"]),
     ("tensorboard", "train", ["train", "--pairs", "pairs", "--tensorboard", "--out", "out"]),
     ("tensorboard", "train", ["train", "--pairs", "pairs", "--tensorboard", "--head", "--out", "out"]),
-    ("gpytorch", "baselines", ["train", "--pairs", "pairs", "--method", "grove", "--out", "out"]),
-    ("gpytorch", "baselines", ["evaluate", *PAIRS, "--train", "pairs", "--methods", "margin,grove", "--out", "out"]),
-    ("sklearn", "baselines", ["evaluate", *PAIRS, "--train", "pairs", "--methods", "list_boosting", "--out", "out"]),
     ("open_clip", "encoders", ["embed", "--images", "photos", "--out", "out"]),
     ("PIL", "encoders", ["embed", "--images", "photos", "--encoder", "colours", "--out", "out"]),
 ]
@@ -52,7 +48,7 @@ def test_a_missing_package_is_named_before_any_work(run, desk, monkeypatch, modu
 def test_extras_that_messages_name_exist():
     sources = "\n".join(path.read_text() for path in (ROOT / "geoflow_fast").rglob("*.py"))
     named = set(re.findall(r"""(?:needs|missing)\((?:.*, )"(\w+)"\)""", sources))
-    assert named >= {"eval", "encoders", "baselines", "train", "gpu"}
+    assert named >= {"eval", "encoders", "train", "gpu"}
     declared = (ROOT / "pyproject.toml").read_text()
     assert [name for name in named if f"\n{name} = [" not in declared] == []
 

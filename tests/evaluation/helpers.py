@@ -41,6 +41,19 @@ def labelled_images(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     return normalize(prompts[label] + spread * torch.randn(80, DIM, generator=generator)), label, prompts
 
 
+def planted(count: int, seed: int, dim: int = 12) -> tuple[Tensor, Tensor, Tensor]:
+    """Pairs whose text lies near its image or, for a vague half at one end of the first axis, far from it."""
+    generator = torch.Generator().manual_seed(seed)
+    image = sample_uniform(count, dim, generator=generator)
+    vague = image[:, 0] > 0
+    noise = torch.randn(count, dim, generator=generator) * torch.where(vague, 0.35, 0.05).unsqueeze(1)
+    return image, normalize(image + noise), vague
+
+
+def planted_pairs(count: int, seed: int) -> gf.EmbeddingPairs:
+    return gf.EmbeddingPairs.from_arrays(*planted(count, seed)[:2])
+
+
 def drawn_answers(n: int, seed: int, levels: int | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Uncertainties, with ties if they have only a few `levels`, and which answers are right: fewer where the
     uncertainty is high."""

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 
 import geoflow_fast as gf
-from geoflow_fast.evaluation import registry
-from geoflow_fast.evaluation.baseline_methods import BaselineMethod
 from geoflow_fast.evaluation.compare import compare
 from geoflow_fast.evaluation.methods import Method, Study
 from geoflow_fast.evaluation.metrics import answered_share
 from geoflow_fast.evaluation.results import Comparison, aggregate
 from geoflow_fast.evaluation.retrieval import plain_search
+from geoflow_fast.evaluation.untrained import Margin, MaxSoftmax
 from geoflow_fast.retrieval.task import RetrievalTask
 from geoflow_fast.runtime import parquet
 
@@ -28,7 +27,7 @@ def test_numbers_are_those_of_the_metrics(pairs, held_out):
     assert [(result.method, result.direction) for result in comparison.results] == [
         (name, direction) for direction in ("t2i", "i2t") for name in TRAINING_FREE
     ]
-    method = registry.create("max_softmax", study)
+    method = MaxSoftmax(study)
     task = RetrievalTask.of(pairs, "i2t")
     method.fit(task)
     answers = plain_search(task)
@@ -113,7 +112,7 @@ def test_mean_and_deviation_over_seeds(pairs, held_out):
 
 def test_stored_scores_are_not_computed_again(pairs, held_out, tmp_path, monkeypatch):
     first = compare(Study(held_out), pairs, ("margin",), resamples=0, folder=tmp_path)
-    monkeypatch.setattr(BaselineMethod, "score", lambda *_: pytest.fail("computed again"))
+    monkeypatch.setattr(Margin, "score", lambda *_: pytest.fail("computed again"))
     second = compare(Study(held_out), pairs, ("margin",), resamples=0, folder=tmp_path)
     assert str(first) == str(second)
     with pytest.raises(FileExistsError, match="margin_t2i"):
@@ -122,7 +121,7 @@ def test_stored_scores_are_not_computed_again(pairs, held_out, tmp_path, monkeyp
 
 @pytest.mark.parametrize("name", ["rerank", "knn", "none"])
 def test_a_method_that_cannot_be_made_stops_the_comparison_at_once(pairs, held_out, name, monkeypatch):
-    monkeypatch.setattr(BaselineMethod, "fit", lambda *_: pytest.fail("began to work"))
+    monkeypatch.setattr(Margin, "fit", lambda *_: pytest.fail("began to work"))
     with pytest.raises(ValueError, match=name):
         compare(Study(held_out), pairs, ("margin", name))
 
@@ -161,28 +160,6 @@ def test_a_stop_leaves_a_report_of_the_cheap_methods(pairs, held_out):
     ]
     assert all(r.lead for r in known.results)
     assert lines.index("t2i: slow") > lines.index("i2t: cosine margin")  # the cheapest come first
-
-
-def test_long_training_only_by_name_or_all(pairs, held_out, small_flow):
-    study = Study(held_out, pairs, small_flow)
-    usual, every = registry.default_methods(study), registry.default_methods(study, dear=True)
-    assert {"rerank", "ladder", "margin", "hub_softmax", "list_boosting", "knn"} <= set(usual)
-    trained = {"adapter", "probvlm", "asymvlm_vmf", "asymvlm_ps", "grove", "repvlm", "mc_dropout", "euclidean_flow"}
-    assert set(every) - set(usual) == trained
-    every.remove("grove")  # these pairs are too narrow for it
-    costs = {name: registry.create(name, study).operations(100) for name in every}
-    assert all(costs[name] > 0 for name in {*trained, "rerank", "entropy", "epistemic"} - {"grove"})
-    assert [name for name in usual if not costs[name]] == [
-        "ladder", "max_softmax", "margin", "softmax_entropy", "knn", "hub_softmax", "list_logistic", "list_boosting"
-    ]  # fmt: skip
-
-
-def test_all_asks_for_every_method(pairs, held_out, monkeypatch):
-    asked = []
-    monkeypatch.setattr(registry, "default_methods", lambda _, *, dear: asked.append(dear) or ["margin"])
-    compare(Study(held_out), pairs, ("all",), resamples=0)
-    compare(Study(held_out), pairs, resamples=0)
-    assert asked == [True, False]
 
 
 def test_how_many_can_be_answered():

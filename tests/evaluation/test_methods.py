@@ -46,7 +46,7 @@ def test_several_right_items_share_the_likelihood(pairs):
 
 
 def test_what_a_study_lacks_is_named(pairs, held_out, small_flow):
-    training_free = ["max_softmax", "margin", "softmax_entropy", "hub_softmax"]
+    training_free = ["max_softmax", "margin", "softmax_entropy"]
     assert registry.default_methods(Study(held_out)) == ["ladder", *training_free]
     assert registry.default_methods(Study(held_out.subset(range(99)))) == training_free
     assert set(registry.default_methods(Study(held_out, pairs, small_flow))) >= {"rerank", "entropy", "knn"}

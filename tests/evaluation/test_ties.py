@@ -16,9 +16,8 @@ from geoflow_fast.evaluation import aurc, auroc, reliability, selective_accuracy
 from geoflow_fast.evaluation.compare import compare
 from geoflow_fast.evaluation.methods import Method, Scores, Study
 from geoflow_fast.evaluation.retrieval import hit_probability, plain_search
-from geoflow_fast.evaluation.zero_shot import zero_shot
 from geoflow_fast.retrieval.task import RetrievalTask
-from tests.evaluation.helpers import DIM, captioned
+from tests.evaluation.helpers import captioned
 from tests.reliability.arguments import unit
 
 ORDERS = 2000
@@ -151,17 +150,3 @@ def test_a_comparison_does_not_depend_on_the_numbers_of_equal_items(direction):
     np.testing.assert_allclose(outcomes, outcomes[:1] * 3, rtol=1e-9)
     assert outcomes[0][1] == pytest.approx(outcomes[0][0])
     assert 0 < outcomes[0][0] <= 0.5
-
-
-def test_accuracy_of_classes_with_one_prompt_is_the_mean_over_their_orders():
-    generator = np.random.default_rng(0)
-    kind = torch.tensor([0, 0, 1, 2, 2, 2, 3])
-    image, label = unit(60, DIM), torch.from_numpy(generator.integers(7, size=60))
-    prompts, outcomes = unit(4, DIM, seed=1), []
-    for seed in range(3):
-        order = torch.from_numpy(np.random.default_rng(seed).permutation(7))
-        outcome = zero_shot(None, image, order.argsort()[label], prompts[kind[order]], scale=5.0, resamples=0)
-        outcomes.append([outcome.accuracy, *(part.numbers["auroc"] for part in outcome.components)])
-    np.testing.assert_allclose(outcomes, outcomes[:1] * 3, rtol=1e-9)
-    expected = mean_hit((image @ prompts.T)[:, kind].numpy(), (label[:, None] == torch.arange(7)).numpy(), 1)
-    assert_is_mean(outcomes[0][0], expected.mean())

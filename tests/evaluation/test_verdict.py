@@ -95,14 +95,14 @@ def test_leads_are_a_paired_bootstrap():
         )
 
 
-def test_the_page_of_a_comparison_has_the_sentence(pairs, held_out, tmp_path):
-    names = ("margin", "hub_softmax", "list_logistic")
-    runs = [compare(Study(held_out, held_out, seed=s), pairs, names, resamples=20) for s in range(2)]
+def test_the_page_of_a_comparison_has_the_sentence(pairs, held_out, small_flow, tmp_path):
+    names = ("margin", "max_softmax", "entropy")
+    runs = [compare(Study(held_out, flow=small_flow, seed=s), pairs, names, resamples=20) for s in range(2)]
     comparison = runs[0]
-    assert [result.training for result in comparison.of("t2i")] == ["none", "none", "baseline"]
-    lead = comparison.of("t2i")[0].lead["hub_softmax"]
-    margin, hub = (result.numbers["auroc"] for result in comparison.of("t2i")[:2])
-    assert lead[0] == pytest.approx(margin - hub)
+    assert [result.training for result in comparison.of("t2i")] == ["none", "none", "flow"]
+    lead = comparison.of("t2i")[0].lead["max_softmax"]
+    margin, softmax = (result.numbers["auroc"] for result in comparison.of("t2i")[:2])
+    assert lead[0] == pytest.approx(margin - softmax)
     assert lead[1] <= lead[0] <= lead[2]
     comparison.save(tmp_path)
     assert Comparison.load(tmp_path).results[0].lead == comparison.results[0].lead
@@ -110,8 +110,8 @@ def test_the_page_of_a_comparison_has_the_sentence(pairs, held_out, tmp_path):
     assert "Which to use" in page
     assert f"test, text to image: {verdict(comparison.of('t2i'))}".replace("'", "&#39;") in page
     mean = aggregate(runs).of("t2i")[0]
-    both = [run.of("t2i")[0].lead["hub_softmax"] for run in runs]
-    assert mean.lead["hub_softmax"] == pytest.approx(
+    both = [run.of("t2i")[0].lead["max_softmax"] for run in runs]
+    assert mean.lead["max_softmax"] == pytest.approx(
         [np.mean([x[0] for x in both]), min(x[1] for x in both), max(x[2] for x in both)]
     )
 

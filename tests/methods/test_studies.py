@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import geoflow_fast as gf
-from benchmarks.methods import __main__ as command
+from benchmarks.methods import cli as command
 from benchmarks.methods import results, studies
 from benchmarks.methods.studies import epistemic, watch
 from geoflow_fast.noise import sample_uniform
@@ -21,10 +21,12 @@ def test_every_study_can_be_run_by_its_name(monkeypatch, capsys):
     for name in names:
         assert callable(importlib.import_module(f"{studies.__name__}.{name}").run)
     monkeypatch.setattr(watch, "run", lambda: "a table")
-    command.main(["--study", "watch"])
+    with pytest.raises(SystemExit) as done:
+        command.main(["study", "watch"])
+    assert done.value.code == 0
     assert capsys.readouterr().out == "a table\n"
-    with pytest.raises(SystemExit):
-        command.main(["--study", "nonsense"])
+    with pytest.raises(ValueError, match="study must be one of"):
+        command.main(["study", "nonsense"])
 
 
 def test_blocks_are_filled_with_what_was_measured(tmp_path, monkeypatch):

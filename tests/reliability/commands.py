@@ -29,8 +29,6 @@ class Command:
     """Flags that are not spoiled."""
 
 
-SMALL_STUDY = {"preset": "tiny", "steps": "1", "batch-size": "8", "max-queries": "12", "device": "cpu"}
-PARTS = {"train": "split/train", "held-out": "split/val", "pairs": "split/test", "out": "study"}
 LISTS = {"scores": "scores.npy", "labels": "first_right.npy", "seed": "0"}
 SEARCH = {"model": "model", "queries": "queries.npy", "gallery": "gallery.npy", "out": "out.parquet"}
 
@@ -59,7 +57,6 @@ COMMANDS: dict[str, Command] = {
             "batch-size": "4",
             "lr": "0.001",
             "seed": "0",
-            "method": "geoflow",
             "pca": "3",
             "config": "run.toml",
         },
@@ -151,42 +148,7 @@ COMMANDS: dict[str, Command] = {
         },
         keeps=True,
     ),
-    "evaluate zero-shot": Command(
-        {
-            "model": "model",
-            "images": "gallery.npy",
-            "labels": "labels.npy",
-            "prompts": "prompts.npy",
-            "out": "study",
-            "resamples": "2",
-            "bins": "2",
-            "seed": "0",
-        },
-        keeps=True,
-    ),
-    "evaluate ablation": Command({**PARTS, **SMALL_STUDY, "seeds": "1"}, ("probes",), keeps=True),
-    "evaluate backbone": Command(
-        {**SMALL_STUDY, "out": "study", "methods": "knn", "seeds": "1"}, ("split",), keeps=True
-    ),
-    "evaluate recipe": Command({"data": ".", "out": "study", "device": "cpu"}, ("recipe.toml",), keeps=True),
 }
-
-RECIPE = """title = "Small"
-seeds = [0]
-methods = ["knn"]
-preset = "tiny"
-max_queries = 12
-
-[flow]
-steps = 1
-batch_size = 8
-
-[[data]]
-name = "small"
-train = "split/train"
-held_out = "split/val"
-test = "split/test"
-"""
 
 
 def make_world(folder: Path) -> None:
@@ -195,8 +157,6 @@ def make_world(folder: Path) -> None:
     square_flow().save_pretrained(folder / "model")
     np.save(folder / "queries.npy", unit(5, IMAGE).numpy())
     np.save(folder / "gallery.npy", unit(8, IMAGE).numpy())
-    np.save(folder / "labels.npy", np.arange(8) % 3)
-    np.save(folder / "prompts.npy", unit(3, IMAGE, seed=2).numpy())
     rng = np.random.default_rng(0)
     scores = -np.sort(-rng.random((60, 5)), axis=1)
     np.save(folder / "scores.npy", scores)
@@ -221,9 +181,8 @@ def make_world(folder: Path) -> None:
     for number, picture in enumerate(pictures()):
         picture.save(folder / "pictures" / f"{number}.png")
         (folder / "pictures" / f"{number}.txt").write_text(f"picture {number}")
-    commands = [name for name in COMMANDS if " " not in name and "seed" in COMMANDS[name].flags]
+    commands = [name for name in COMMANDS if "seed" in COMMANDS[name].flags]
     (folder / "run.toml").write_text("".join(f"[{name}]\nseed = 3\n" for name in commands))
-    (folder / "recipe.toml").write_text(RECIPE)
 
 
 @functools.cache

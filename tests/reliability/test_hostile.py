@@ -28,7 +28,6 @@ from tests.reliability.hostile import DAMAGE, Target, in_time, judge, spread, su
 ELSEWHERE = {
     "SentenceEncoder": "tests/encoders/test_hugging_face.py",
     "TransformersEncoder": "tests/encoders/test_hugging_face.py",
-    "baselines": "tests/baselines/test_baselines.py",
     "push_to_hub": "tests/jobs/test_hub.py",
 }
 """Public names whose bad input is tried in files of their own."""
@@ -206,11 +205,7 @@ def spoil_some(tmp_path: Path, command: str, most: int, monkeypatch, capsys) -> 
         spoil(folder, command, what, how, monkeypatch, capsys)
 
 
-SUCCEEDING = [
-    pytest.param(name, marks=pytest.mark.slow if name == "evaluate ablation" else ())  # it takes twenty seconds
-    for name in COMMANDS
-    if name != "demo"  # it trains a flow for minutes, so only bad input is tried
-]
+SUCCEEDING = [name for name in COMMANDS if name != "demo"]  # it trains for minutes, so only bad input is tried
 
 
 @pytest.mark.parametrize("command", SUCCEEDING)

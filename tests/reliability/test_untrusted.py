@@ -25,11 +25,11 @@ import torch
 from torch.nn import functional
 
 import geoflow_fast as gf
-from geoflow_fast import baselines
-from geoflow_fast.baselines.base import method_of
+from benchmarks.methods import baselines
+from benchmarks.methods.baselines.base import method_of
+from benchmarks.methods.recipe import load_recipe
 from geoflow_fast.data.rows import load_npy
 from geoflow_fast.encoders.sources import open_images
-from geoflow_fast.evaluation.recipe import load_recipe
 from geoflow_fast.evaluation.results import Comparison
 from geoflow_fast.jobs.decisions import open_lists
 from geoflow_fast.jobs.watch import WatchSettings, watch_file
@@ -114,7 +114,7 @@ LOADERS: dict[str, Callable[[Path], Any]] = {
     "scores.parquet": parquet.read_columns,
     "calibration.json": made_for,
     "config.json": lambda path: method_of(path.parent),
-    "baseline/model.safetensors": lambda path: baselines.KNNDistance.load(path.parent),
+    "baseline/model.safetensors": lambda path: baselines.HubSoftmax.load(path.parent),
     "results.json": Comparison.load,
     "recipe.toml": load_recipe,
     "run.toml": read_toml,
@@ -353,14 +353,13 @@ def test_a_calibration_of_the_wrong_types(tmp_path, change):
 
 
 @pytest.mark.parametrize(
-    "method", ["probvlm", "grove", "knn", "bayesvlm", "euclidean_flow", "adapter", "hub_softmax", "list_boosting"]
+    "method", ["probvlm", "grove", "bayesvlm", "euclidean_flow", "adapter", "hub_softmax", "list_boosting"]
 )
 @pytest.mark.usefixtures("little_memory")
 def test_a_baseline_that_asks_for_the_impossible(tmp_path, method):
     """Right checksum, settings of a network that the file does not hold: refused before it is made."""
     widths = {"image_dim": 1 << 20, "text_dim": 1 << 20}
     more = {
-        "knn": {},
         "hub_softmax": {},
         "list_boosting": {},
         "bayesvlm": {"image_pre": 1 << 15, "text_pre": 1 << 15},

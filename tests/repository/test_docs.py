@@ -25,6 +25,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import geoflow_fast as gf
+from benchmarks.methods import cli as methods
 from geoflow_fast.cli import app
 from geoflow_fast.runtime.parquet import read_columns
 
@@ -43,7 +44,10 @@ SMALLER = {
     "entropy --model runs/head": "",  # a head draws no samples
     "density": "--steps 2",
     "evaluate": "--methods margin,max_softmax --resamples 9",
-    "evaluate recipe": "--methods margin,max_softmax",
+    "methods score": "--steps 2 --batch-size 32 --resamples 9",
+    "methods train": "--steps 2 --batch-size 32 --preset tiny --device cpu",
+    "methods recipe": "--methods margin,max_softmax --preset tiny --steps 2 --batch-size 32",
+    "methods ablation": "--preset tiny --steps 2 --batch-size 32 --max-queries 20",
 }
 
 
@@ -137,14 +141,19 @@ def lines_of(code: str) -> list[str]:
 
 
 def run_command(line: str, *, smaller: bool) -> None:
-    """Runs a line that begins with `geoflow`; what torchrun would start runs as one rank."""
-    words = shlex.split(line)
+    """Runs a line of `geoflow` or of `benchmarks.methods`; what torchrun would start runs as one rank."""
+    words, program = shlex.split(line), app
     if words[0] == "torchrun":
         words = ["geoflow", *words[words.index("geoflow_fast") + 1 :]]
-    if words[0] != "geoflow":
+    if words[:3] == ["python", "-m", "benchmarks.methods"]:
+        words, program = ["methods", *methods.with_command(words[3:])], methods.app
+        if words[1] == "study":  # it takes minutes to hours
+            return
+    elif words[0] != "geoflow":
         return
-    extra = next((SMALLER[name] for k in (3, 2, 1) if (name := " ".join(words[1 : 1 + k])) in SMALLER), "")
-    result = CliRunner().invoke(app, [*words[1:], *(shlex.split(extra) if smaller else [])])
+    named = words if program is methods.app else words[1:]
+    extra = next((SMALLER[name] for k in (3, 2, 1) if (name := " ".join(named[:k])) in SMALLER), "")
+    result = CliRunner().invoke(program, [*words[1:], *(shlex.split(extra) if smaller else [])])
     assert result.exit_code == 0, f"{line}\n{result.output}\n{result.exception!r}"
 
 
@@ -219,7 +228,7 @@ def test_start_page_keeps_its_promise_in_an_empty_folder(tmp_path, monkeypatch):
     assert shares["head"] > 1.5 * shares["cosine"] > 0.2
 
 
-PUBLIC = (gf, gf.ops, gf.evaluation, gf.baselines, gf.distributed, gf.stores)
+PUBLIC = (gf, gf.ops, gf.evaluation, gf.distributed, gf.stores)
 
 
 def public(name: str) -> Any:
@@ -283,13 +292,13 @@ def test_citation_has_this_version_and_names_the_paper():
 
 def test_files_that_pages_name_exist():
     text = "\n".join(page.read_text() for page in PAGES)
-    folders = "geoflow_fast|kernels|csrc|tests|tools|examples|recipes|benchmarks"
+    folders = "geoflow_fast|kernels|csrc|tests|tools|examples|benchmarks"
     named = set(re.findall(rf"(?<![\w/])((?:{folders})/[\w/.-]+\.[a-z]+)", text))
     assert len(named) > 20
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
     for name in set(re.findall(r"python -m benchmarks ([a-z_]+)", text)):
         assert (ROOT / f"benchmarks/bench_{name}.py").is_file(), name
-    for name in set(re.findall(r"python -m benchmarks\.methods\s+--study ([a-z_]+)", text)):
+    for name in set(re.findall(r"python -m benchmarks\.methods\s+study ([a-z0-9_]+)", text)):
         assert (ROOT / f"benchmarks/methods/studies/{name}.py").is_file(), name
 
 

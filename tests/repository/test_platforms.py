@@ -43,7 +43,7 @@ from geoflow_fast.ops import native
 native.extension.cache_clear()
 native.extension = lambda: None
 for module in pkgutil.walk_packages(gf.__path__, "geoflow_fast."):
-    if not module.name.startswith(("geoflow_fast.kernels.", "geoflow_fast._C", "geoflow_fast.baselines.grove")):
+    if not module.name.startswith(("geoflow_fast.kernels.", "geoflow_fast._C", "benchmarks.methods.baselines.grove")):
         importlib.import_module(module.name)
 pairs = gf.EmbeddingPairs.from_arrays(*(gf.geometry.sample_uniform(120, 8) for _ in range(2)))
 pairs.save("pairs")

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 
 import geoflow_fast as gf
+from benchmarks.methods import registry
+from benchmarks.methods.baseline_methods import BaselineStudy
+from benchmarks.methods.baselines.adapter import TwoTowerAdapter
 from benchmarks.methods.results import RESULTS, gate, markdown, report, write_blocks
 from benchmarks.methods.studies.comparison import Truth, world_folder
 from benchmarks.methods.studies.real import FEW_PAIRS, MEASURES, PAGE, REFERENCES, SURE, rows_of
-from geoflow_fast.baselines.adapter import TwoTowerAdapter
 from geoflow_fast.demo.clip_world import examine_search
 from geoflow_fast.directions import CONDITIONAL, Direction
-from geoflow_fast.evaluation import registry
 from geoflow_fast.evaluation.compare import judge, score_queries
 from geoflow_fast.evaluation.figures import DIRECTION_TITLES
 from geoflow_fast.evaluation.ladder_methods import HubsOnly, Ladder
@@ -44,7 +45,7 @@ def trained(world: ClipWorld) -> tuple[Study, gf.EmbeddingPairs]:
     head = gf.PosteriorHead.fit(train, k=POINTS, seed=0, out=RESULTS / "clip_world" / "head")
     own = TwoTowerAdapter(train.image_dim, train.text_dim).default_config()
     configs = {TwoTowerAdapter.method: dataclasses.replace(own, **FEW_PAIRS)}
-    return Study(
+    return BaselineStudy(
         val.subset(range(CALIBRATION)), train, configs=configs, head=head, head_seconds=time.perf_counter() - start
     ), test
 
@@ -83,7 +84,7 @@ def missing_items(world: ClipWorld, study: Study) -> list[dict[str, Any]]:
         bank = typical_queries(study.train, Direction.of(direction), BANK, study.seed)
         ladder = BayesReranker(None, search.gallery, direction, SHORTLIST, head=study.head, bank=bank)
         ladder.calibrate(study.val, progress=False)
-        examined = examine_search(world, ladder, search, study.val, study.train)
+        examined = examine_search(world, ladder, search, study.val)
         rows += [{"": DIRECTION_TITLES[direction], **row} for row in examined.rows()]
     report("clip_missing", rows, {"share": MISSING})
     return rows

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 import geoflow_fast as gf
+from benchmarks.methods.figures import draw_ablation
+from benchmarks.methods.recipe import Recipe, RecipeData, run_recipe
 from benchmarks.methods.results import DOCS, RESULTS, ROOT, report, write_blocks
 from geoflow_fast.evaluation import figures
 from geoflow_fast.evaluation.compare import compare
 from geoflow_fast.evaluation.methods import Method, Scores, Study
-from geoflow_fast.evaluation.recipe import Recipe, RecipeData, run_recipe
 from geoflow_fast.evaluation.results import COLUMNS, Comparison, Result
 from geoflow_fast.retrieval.task import RetrievalTask
 from geoflow_fast.worlds import ConceptWorld, PairWorld
@@ -167,7 +168,7 @@ def pair_rows(comparisons: dict[int, Comparison]) -> list[dict[str, Any]]:
             cells = {f"{count:,}": f"{value:.3f}" for count, value in zip(SIZES, values)}
             rows.append({"": title, "method": name, **cells})
     picture = PICTURES / "benchmark_pairs.png"
-    figures.draw_ablation(panels, SIZES, picture, xlabel="training pairs", ylabel="AUROC", log_x=True)
+    draw_ablation(panels, SIZES, picture, xlabel="training pairs", ylabel="AUROC", log_x=True)
     return rows
 
 

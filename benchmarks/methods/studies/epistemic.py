@@ -23,13 +23,13 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 import geoflow_fast as gf
+from benchmarks.methods.baselines.repvlm import REPVLM
 from benchmarks.methods.results import DOCS, SHARED, gate, report, shared_pairs, write_blocks
 from benchmarks.methods.studies.entropy import trained_flow
-from geoflow_fast.baselines.repvlm import REPVLM
+from benchmarks.methods.zero_shot import tuned_scale
 from geoflow_fast.directions import CONDITIONAL, Direction
 from geoflow_fast.evaluation.metrics import auroc, auroc_leads, selective_accuracy
 from geoflow_fast.evaluation.statistics import bootstrap_interval, pearson, ranks
-from geoflow_fast.evaluation.zero_shot import tuned_scale
 from geoflow_fast.likelihood.density import chain_rule
 from geoflow_fast.retrieval.sources import HeadSource
 from geoflow_fast.worlds import ConceptWorld

@@ -20,12 +20,13 @@ import numpy as np
 import torch
 
 import geoflow_fast as gf
+from benchmarks.methods import registry
+from benchmarks.methods.baseline_methods import BaselineStudy
+from benchmarks.methods.baselines.adapter import TwoTowerAdapter
 from benchmarks.methods.results import DOCS, RESULTS, SHARED, gate, report, shared_pairs, write_blocks
 from benchmarks.methods.studies.comparison import world_folder
 from benchmarks.methods.studies.entropy import trained_flow
-from geoflow_fast.baselines.adapter import TwoTowerAdapter
 from geoflow_fast.directions import CONDITIONAL, Direction
-from geoflow_fast.evaluation import registry
 from geoflow_fast.evaluation.compare import ScoredQueries, judge, score_queries
 from geoflow_fast.evaluation.ladder_methods import FlowReranker, HubsOnly, Ladder
 from geoflow_fast.evaluation.leads import Lead, corrected, paired_leads
@@ -94,13 +95,13 @@ def trained(pairs: gf.EmbeddingPairs, out: Path, seed: int = 0) -> Study:
     gf.train(flow, pairs, dataclasses.replace(gf.TrainConfig.auto(len(pairs)), seed=seed), out=out / "flow")
     own = TwoTowerAdapter(pairs.image_dim, pairs.text_dim).default_config()
     adapter: RunConfig = dataclasses.replace(own, batch_size=min(512, len(pairs)), **FEW_PAIRS)
-    return Study(
+    return BaselineStudy(
         pairs,
         pairs,
         flow.eval(),
         time.perf_counter() - between,
         seed,
-        {TwoTowerAdapter.method: adapter},
+        configs={TwoTowerAdapter.method: adapter},
         head=head,
         head_seconds=between - start,
     )

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import geoflow_fast as gf
-from geoflow_fast.evaluation import ablation
-from geoflow_fast.evaluation.ablation import FlowTraining, Variant
+from benchmarks.methods import ablation
+from benchmarks.methods.ablation import FlowTraining, Variant
+from benchmarks.methods.recipe import Recipe, RecipeData
 from geoflow_fast.evaluation.methods import Study
-from geoflow_fast.evaluation.recipe import Recipe, RecipeData
 from geoflow_fast.evaluation.results import Comparison
 from geoflow_fast.geometry import normalize
 from geoflow_fast.noise import sample_uniform

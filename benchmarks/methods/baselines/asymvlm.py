@@ -15,9 +15,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from geoflow_fast.baselines.base import nearest
-from geoflow_fast.baselines.trained import PUBLISHED, TrainedBaseline
+from benchmarks.methods.baselines.trained import PUBLISHED, TrainedBaseline
 from geoflow_fast.directions import Direction
+from geoflow_fast.evaluation.retrieval import nearest
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.spherical import log_vmf_normalizer
 from geoflow_fast.training.config import RunConfig

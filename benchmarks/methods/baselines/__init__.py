@@ -11,19 +11,18 @@ from typing import Any
 
 import torch
 
-from geoflow_fast.baselines.adapter import TwoTowerAdapter
-from geoflow_fast.baselines.asymvlm import AsymVLMPS, AsymVLMvMF
-from geoflow_fast.baselines.base import Baseline, method_of
-from geoflow_fast.baselines.bayesvlm import Activations, BayesVLM
-from geoflow_fast.baselines.euclidean_flow import EuclideanFlow
-from geoflow_fast.baselines.grove import GroVE
-from geoflow_fast.baselines.hub import HubSoftmax
-from geoflow_fast.baselines.mc_dropout import MCDropout
-from geoflow_fast.baselines.probvlm import ProbVLM
-from geoflow_fast.baselines.repvlm import REPVLM
-from geoflow_fast.baselines.result_list import ListBoosting, ListLogistic
-from geoflow_fast.baselines.trained import SizedBaseline
-from geoflow_fast.baselines.untrained import KNNDistance, Margin, MaxSoftmax, SoftmaxEntropy
+from benchmarks.methods.baselines.adapter import TwoTowerAdapter
+from benchmarks.methods.baselines.asymvlm import AsymVLMPS, AsymVLMvMF
+from benchmarks.methods.baselines.base import Baseline, method_of
+from benchmarks.methods.baselines.bayesvlm import Activations, BayesVLM
+from benchmarks.methods.baselines.euclidean_flow import EuclideanFlow
+from benchmarks.methods.baselines.grove import GroVE
+from benchmarks.methods.baselines.hub import HubSoftmax
+from benchmarks.methods.baselines.mc_dropout import MCDropout
+from benchmarks.methods.baselines.probvlm import ProbVLM
+from benchmarks.methods.baselines.repvlm import REPVLM
+from benchmarks.methods.baselines.result_list import ListBoosting, ListLogistic
+from benchmarks.methods.baselines.trained import SizedBaseline
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.device import usable_device
@@ -32,10 +31,6 @@ from geoflow_fast.training.loop import TrainReport
 METHODS: dict[str, type[Baseline]] = {
     kind.method: kind
     for kind in (
-        MaxSoftmax,
-        Margin,
-        SoftmaxEntropy,
-        KNNDistance,
         HubSoftmax,
         ListLogistic,
         ListBoosting,
@@ -76,7 +71,7 @@ def train_preset(
     device: str,
     resume: bool = True,
 ) -> TrainReport | None:
-    """Fits a baseline on `pairs` and saves it to `out`, as `geoflow train --method` does.
+    """Fits a baseline on `pairs` and saves it to `out`, as `python -m benchmarks.methods train` does.
 
     `size`: "paper", "small", "tiny" or "auto", for methods that have sizes. `overrides`: fields of the run to change.
     `folder`: the folder of the pairs, from which BayesVLM takes its activations. `resume`: as in `gf.train`. Returns
@@ -110,14 +105,10 @@ __all__ = [
     "EuclideanFlow",
     "GroVE",
     "HubSoftmax",
-    "KNNDistance",
     "ListBoosting",
     "ListLogistic",
     "MCDropout",
-    "Margin",
-    "MaxSoftmax",
     "ProbVLM",
-    "SoftmaxEntropy",
     "TwoTowerAdapter",
     "find",
     "load",

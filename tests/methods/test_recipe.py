@@ -1,4 +1,4 @@
-"""Recipes: every file in recipes/ runs from folders to a page, in small; a bad file is refused by name and key."""
+"""Recipes: every file runs from folders to a page, in small; a bad one is refused by name and key."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ import torch
 from typer.testing import CliRunner
 
 import geoflow_fast as gf
-from geoflow_fast.cli.app import app
-from geoflow_fast.evaluation import recipe as module
-from geoflow_fast.evaluation.ablation import ABLATIONS
-from geoflow_fast.evaluation.recipe import Recipe, RecipeData, load_recipe, run_recipe
+from benchmarks.methods import recipe as module
+from benchmarks.methods.ablation import ABLATIONS
+from benchmarks.methods.cli import app
+from benchmarks.methods.recipe import Recipe, RecipeData, load_recipe, run_recipe
 from geoflow_fast.flow.config import MANY_CORES
 from geoflow_fast.worlds import ConceptWorld
 from tests.evaluation.helpers import DIM, noisy_pairs
 
 ROOT = Path(__file__).parents[2]
-RECIPES, CLIP_ART = sorted((ROOT / "recipes").glob("*.toml")), ROOT / "examples" / "openclipart" / "data"
+RECIPES = sorted((ROOT / "benchmarks/methods/recipes").glob("*.toml"))
+CLIP_ART = ROOT / "examples" / "openclipart" / "data"
 CLASSES = 5
 
 
@@ -64,7 +65,7 @@ SMALL = ["--preset", "tiny", "--seeds", "1", "--steps", "2", "--batch-size", "32
 def test_every_recipe_runs_in_small(path, source, tmp_path):
     recipe = load_recipe(path)
     make_data(recipe, tmp_path / "data", source)
-    words = ["evaluate", "recipe", str(path), "--data", str(tmp_path / "data"), "--out", str(tmp_path / "out"), *SMALL]
+    words = ["recipe", str(path), "--data", str(tmp_path / "data"), "--out", str(tmp_path / "out"), *SMALL]
     words += ["--only", recipe.data[0].name, "--max-queries", "20"]
     if recipe.methods is not None:  # baselines that train have tests of their own
         words += ["--methods", "entropy,rerank,margin"]
@@ -141,7 +142,7 @@ def test_backbones_side_by_side(tmp_path):
             noisy_pairs(count, seed).save(tmp_path / name / part)
             seed += 1
     out = tmp_path / "out"
-    words = ["evaluate", "backbone", str(tmp_path / "clip"), str(tmp_path / "siglip"), "--out", str(out), *SMALL]
+    words = ["backbone", str(tmp_path / "clip"), str(tmp_path / "siglip"), "--out", str(out), *SMALL]
     result = CliRunner().invoke(app, [*words, "--methods", "max_softmax,margin"])
     assert result.exit_code == 0, f"{result.output}\n{result.exception!r}"
     for name in ("clip", "siglip"):

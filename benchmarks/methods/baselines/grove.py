@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from geoflow_fast.baselines.base import FitTask
-from geoflow_fast.baselines.trained import PUBLISHED, PairObjective, TrainedBaseline
+from benchmarks.methods.baselines.base import FitTask
+from benchmarks.methods.baselines.trained import PUBLISHED, PairObjective, TrainedBaseline
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.directions import Direction
 from geoflow_fast.retrieval.gallery import Gallery
@@ -198,7 +198,7 @@ class GroVE(TrainedBaseline):
     @classmethod
     def missing(cls) -> str | None:
         """Names GPyTorch if it is not installed."""
-        return extras.missing("grove", "gpytorch", "gpytorch", "baselines")
+        return extras.missing("grove", "gpytorch", "gpytorch", "test")
 
     def make_batch(self, image: Tensor, text: Tensor, index: Tensor, generator: torch.Generator) -> tuple[Tensor, ...]:  # noqa: ARG002
         """Embeddings in the processes' units, and the numbers of the pairs, which select their latents."""

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.methods.figures import draw_ablation
+from benchmarks.methods.zero_shot import zero_shot
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.evaluation import figures
 from geoflow_fast.evaluation.compare import compare
@@ -27,7 +29,6 @@ from geoflow_fast.evaluation.metrics import BINS
 from geoflow_fast.evaluation.opening import comparison_tiles
 from geoflow_fast.evaluation.report import Report
 from geoflow_fast.evaluation.results import Comparison, aggregate
-from geoflow_fast.evaluation.zero_shot import zero_shot
 from geoflow_fast.flow.config import GeoFlowConfig
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.flow.sampling import FAST_SAMPLING
@@ -344,4 +345,4 @@ def draw_lines(
         for title, points in panels.items()
     }
     values = [variant.value for variant in next(iter(series.values()))]
-    return figures.draw_ablation(lines, values, path, xlabel=chosen.axis, ylabel=ylabel, log_x=chosen.log_axis)
+    return draw_ablation(lines, values, path, xlabel=chosen.axis, ylabel=ylabel, log_x=chosen.log_axis)

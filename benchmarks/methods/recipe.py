@@ -25,18 +25,20 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from benchmarks.methods import ablation, registry
+from benchmarks.methods.ablation import FLOWS_FOLDER, Ablation, FlowTraining
+from benchmarks.methods.figures import draw_components
+from benchmarks.methods.registry import RUNS_FOLDER, all_methods
+from benchmarks.methods.zero_shot import Component, ZeroShot, zero_shot
+from benchmarks.methods.zero_shot_page import image_tiles, labelled, prompts_of
 from geoflow_fast.data.pairs import EmbeddingPairs
-from geoflow_fast.evaluation import ablation, figures
-from geoflow_fast.evaluation.ablation import FLOWS_FOLDER, Ablation, FlowTraining
-from geoflow_fast.evaluation.compare import RUNS_FOLDER, check_bins, compare
-from geoflow_fast.evaluation.job import PAGE, labelled, prompts_of, run_configs, write_report
+from geoflow_fast.evaluation.compare import check_bins, compare
+from geoflow_fast.evaluation.job import PAGE, write_report
 from geoflow_fast.evaluation.ladder_methods import Ladder
 from geoflow_fast.evaluation.methods import Study
-from geoflow_fast.evaluation.opening import comparison_tiles, image_tiles
-from geoflow_fast.evaluation.registry import all_methods
+from geoflow_fast.evaluation.opening import comparison_tiles
 from geoflow_fast.evaluation.report import Report
 from geoflow_fast.evaluation.results import RESULTS_JSON, Comparison, aggregate, standard_deviation, without_nan
-from geoflow_fast.evaluation.zero_shot import Component, ZeroShot, zero_shot
 from geoflow_fast.runtime import checks, plots
 from geoflow_fast.runtime.device import usable_device
 from geoflow_fast.runtime.files import read_toml, write_json
@@ -202,19 +204,17 @@ def _retrieval_table(recipe: Recipe, base: Path, out: Path, device: str, announc
     for part in recipe.data:
         training = recipe.training(part, base, device)
         test = EmbeddingPairs.open(base / str(part.test))
-        configs = run_configs(training.val, recipe.baselines)
         runs = []
         for seed in recipe.seeds:
             announce(f"{part.name}, seed {seed}: training the flow")
             flow, seconds = training.flow(part.flows_folder(out), seed)
             folder = out / part.name / f"seed_{seed}"
-            study = Study(training.val, training.train, flow, seconds, seed, configs, folder / RUNS_FOLDER)
+            study = Study(training.val, training.train, flow, seconds, seed)
             if recipe.methods is None or Ladder.name in recipe.methods:
                 announce(f"{part.name}, seed {seed}: training the head")
                 study = training.with_head(study, part.flows_folder(out))
-            runs.append(
-                compare(study, test, recipe.methods, max_queries=recipe.max_queries, folder=folder, announce=announce)
-            )
+            methods = registry.chosen(recipe.methods, study, recipe.baselines, folder / RUNS_FOLDER)
+            runs.append(compare(study, test, methods, max_queries=recipe.max_queries, folder=folder, announce=announce))
         datasets[part.name] = aggregate(runs)
         datasets[part.name].save(out / part.name)
     return write_report(datasets, out, recipe.title)
@@ -287,7 +287,7 @@ def _zero_shot_table(recipe: Recipe, base: Path, out: Path, device: str, announc
             caption = f"{name}: accuracy {first[name].accuracy:.3f}"
             page.table(rows, caption, {"AUSAC": "max", "AUROC": "max"})
     page.section("Turning images away")
-    picture = figures.draw_components(first, out / "components.png")
+    picture = draw_components(first, out / "components.png")
     page.figure(picture, "Accuracy on the remaining images; first seed.")
     write_json(out / RESULTS_JSON, without_nan(results))
     return page.write(out / PAGE)

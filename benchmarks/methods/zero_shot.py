@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from geoflow_fast.baselines.untrained import KNNDistance
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.directions import DIRECTIONS, Direction
 from geoflow_fast.evaluation.metrics import BINS, retrieval_calibration, selective_accuracy
 from geoflow_fast.evaluation.retrieval import plain_search
 from geoflow_fast.evaluation.statistics import RESAMPLES, check_resamples
+from geoflow_fast.evaluation.untrained import KNOWN_ROWS, UNTRAINED, knn_distance
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.likelihood.density import chain_rule
@@ -27,7 +27,7 @@ from geoflow_fast.likelihood.reverse_ode import density_estimates
 from geoflow_fast.likelihood.settings import DensitySettings
 from geoflow_fast.retrieval.bandwidth import fit_cosine_scale
 from geoflow_fast.retrieval.gallery import Gallery
-from geoflow_fast.retrieval.task import RetrievalTask
+from geoflow_fast.retrieval.task import RetrievalTask, typical_queries
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.progress import progress_bar
 from geoflow_fast.runtime.summary import Summarised
@@ -41,12 +41,7 @@ TERMS = {
     "pmi": "-PMI(image, text)",
     "sum": "-log p(image) - log p(text)",
 }
-TRAINING_FREE = {
-    "max_softmax": "max softmax",
-    "margin": "cosine margin",
-    "softmax_entropy": "cosine-softmax entropy",
-    "knn": "kNN distance",
-}
+TRAINING_FREE = {name: kind.title for name, kind in UNTRAINED.items()}
 
 
 def class_prompts(embeddings: Tensor | Sequence[Tensor]) -> Tensor:
@@ -221,9 +216,7 @@ def _training_free(
         "softmax_entropy": posterior.entropy,
     }
     if train is not None:
-        neighbours = KNNDistance(train.image_dim, train.text_dim)
-        neighbours.fit(train, train)  # it learns nothing from held-out pairs
-        scores["knn"] = neighbours.uncertainty(image.cpu(), gallery, "i2t")
+        scores["knn"] = knn_distance(image.cpu(), typical_queries(train, Direction.I2T, KNOWN_ROWS, 0))
     return {name: score.double().cpu() for name, score in scores.items()}
 
 

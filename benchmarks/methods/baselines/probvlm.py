@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from geoflow_fast.baselines.trained import HIDDEN, PUBLISHED, TrainedBaseline
+from benchmarks.methods.baselines.trained import HIDDEN, PUBLISHED, TrainedBaseline
 from geoflow_fast.directions import Direction
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.runtime import checks

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from geoflow_fast.baselines.base import Baseline, FitTask
+from benchmarks.methods.baselines.base import Baseline, FitTask
 from geoflow_fast.data.embeddings import open_rows
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.data.rows import Rows

@@ -11,12 +11,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from geoflow_fast.baselines.asymvlm import contrastive_losses
-from geoflow_fast.baselines.base import FitTask, GallerySoftmax, answer_risk, nearest
-from geoflow_fast.baselines.trained import HIDDEN, PUBLISHED, PairObjective, TrainedBaseline
+from benchmarks.methods.baselines.asymvlm import contrastive_losses
+from benchmarks.methods.baselines.base import FitTask, GallerySoftmax, answer_risk
+from benchmarks.methods.baselines.trained import HIDDEN, PUBLISHED, PairObjective, TrainedBaseline
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.data.rows import Index
 from geoflow_fast.directions import CONDITIONAL, Direction
+from geoflow_fast.evaluation.retrieval import nearest
 from geoflow_fast.ops.pruning import PrefixRows
 from geoflow_fast.retrieval.bandwidth import fit_cosine_scale
 from geoflow_fast.retrieval.freshness import OncePerGallery, marks

@@ -7,7 +7,6 @@ Some published scripts turn the sign of a method round; here none does.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.directions import Direction
+from geoflow_fast.evaluation.methods import item_scores
 from geoflow_fast.flow.model import CONFIG_FILE, WEIGHTS_FILE, check_tensors
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.ops.gallery_statistics import GalleryPosterior
@@ -242,20 +242,6 @@ def method_of(folder: str | Path) -> str:
         return str(read_json(path)["method"])
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{path} is not the configuration of a baseline") from error
-
-
-def nearest(queries: Tensor, gallery: Gallery, count: int = 1) -> tuple[Tensor, Tensor]:
-    """Cosines and row numbers, both [Q, min(count, N)], of the items nearest to each query; the gallery is streamed."""
-    statistics = gallery.statistics(queries.unsqueeze(1), 1.0, count)
-    return statistics.top_score, statistics.top_index
-
-
-def item_scores(samples: Tensor, gallery: Gallery, index: Tensor, kappa: float, bias: Tensor | None = None) -> Tensor:
-    """log mean_m exp(kappa <item, sample m>), plus the item's `bias` [N], of the items `index` [Q, k] under samples
-    [Q, M, d]: float64 [Q, k]."""
-    cosine = torch.einsum("qmd,qkd->qkm", samples, gallery.take(index, samples.dtype)).double()
-    score = (kappa * cosine).logsumexp(2) - math.log(samples.shape[1])
-    return score if bias is None else score + bias[index].double()
 
 
 def answer_risk(softmax: GallerySoftmax, answers: Tensor) -> Tensor:

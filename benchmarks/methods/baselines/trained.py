@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from geoflow_fast.baselines.base import Baseline, FitTask
+from benchmarks.methods.baselines.base import Baseline, FitTask
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.data.rows import Index
 from geoflow_fast.training.batches import RowBatch, ShuffledBatches, generator_for, validation_index

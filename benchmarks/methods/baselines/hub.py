@@ -15,9 +15,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from geoflow_fast.baselines.base import FitTask, GallerySoftmax, answer_risk, nearest, resize_rows
-from geoflow_fast.baselines.untrained import CosineBaseline
+from benchmarks.methods.baselines.base import FitTask, GallerySoftmax, answer_risk, resize_rows
+from benchmarks.methods.baselines.untrained import CosineBaseline
 from geoflow_fast.directions import CONDITIONAL, Direction
+from geoflow_fast.evaluation.retrieval import nearest
 from geoflow_fast.retrieval.bandwidth import fit_cosine_scale
 from geoflow_fast.retrieval.freshness import OncePerGallery, marks
 from geoflow_fast.retrieval.gallery import Gallery

@@ -14,13 +14,14 @@ from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
 import geoflow_fast as gf
-from geoflow_fast import baselines
-from geoflow_fast.baselines import adapter, result_list
-from geoflow_fast.baselines.base import nearest
-from geoflow_fast.baselines.hub import fit_hub_weights
-from geoflow_fast.baselines.result_list import FEATURES, SCALES, labelled_apart
+from benchmarks.methods import baselines
+from benchmarks.methods.baselines import adapter, result_list
+from benchmarks.methods.baselines.hub import fit_hub_weights
+from benchmarks.methods.baselines.result_list import FEATURES, SCALES, labelled_apart
+from benchmarks.methods.baselines.untrained import MaxSoftmax
 from geoflow_fast.decisions.logistic import fit_logistic
 from geoflow_fast.directions import CONDITIONAL, Direction
+from geoflow_fast.evaluation.retrieval import nearest
 from geoflow_fast.geometry import normalize
 from geoflow_fast.noise import sample_uniform
 from geoflow_fast.retrieval.task import RetrievalTask
@@ -266,7 +267,7 @@ class TestResultLists:
 
     def test_without_scikit_learn_the_error_says_what_to_install(self, monkeypatch):
         monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-        with pytest.raises(ValueError, match=r"scikit-learn: pip install '.*\[baselines\]'"):
+        with pytest.raises(ValueError, match=r"scikit-learn: pip install '.*\[test\]'"):
             baselines.ListBoosting(DIM, DIM)
 
 
@@ -301,7 +302,7 @@ class TestAdapter:
         image, text, _ = world.sample(9000, generator=torch.Generator().manual_seed(20))
         parts = [gf.EmbeddingPairs.from_arrays(image[a:b], text[a:b]) for a, b in ((0, 8000), (8000, 8500))]
         torch.manual_seed(0)
-        adapted, plain = baselines.TwoTowerAdapter(24, 24), baselines.MaxSoftmax(24, 24)
+        adapted, plain = baselines.TwoTowerAdapter(24, 24), MaxSoftmax(24, 24)
         adapted.fit(*parts, dataclasses.replace(adapted.default_config(), steps=200, val_every=100), progress=False)
         plain.fit(*parts)
         test = gf.EmbeddingPairs.from_arrays(image[8500:], text[8500:])
@@ -331,7 +332,7 @@ def test_hub_correction_beats_tuned_softmax_on_flickr8k():
     """Flickr8k in a small dual encoder (not CLIP); tuned on a fifth of the training images, judged on others."""
     pairs, val = flickr("train").split(0.2, 0)
     test = flickr("dev")
-    methods = baselines.MaxSoftmax(256, 256), baselines.HubSoftmax(256, 256)
+    methods = MaxSoftmax(256, 256), baselines.HubSoftmax(256, 256)
     for method in methods:
         method.fit(pairs, val)
     for direction in CONDITIONAL:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from geoflow_fast.baselines.trained import HIDDEN, PUBLISHED, TrainedBaseline
+from benchmarks.methods.baselines.trained import HIDDEN, PUBLISHED, TrainedBaseline
 from geoflow_fast.directions import IMAGE, TEXT, Direction
 from geoflow_fast.flow.fields import Streams
 from geoflow_fast.flow.network import zero_linear

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from geoflow_fast.baselines.probvlm import ProbVLM, Trunk, check_passes
-from geoflow_fast.baselines.trained import HIDDEN, TrainedBaseline
+from benchmarks.methods.baselines.probvlm import ProbVLM, Trunk, check_passes
+from benchmarks.methods.baselines.trained import HIDDEN, TrainedBaseline
 from geoflow_fast.directions import Direction
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.training.config import RunConfig

@@ -15,12 +15,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from geoflow_fast.baselines.base import Baseline, FitTask, nearest, resize_rows
-from geoflow_fast.baselines.hub import HubSoftmax
-from geoflow_fast.baselines.untrained import KNNDistance, MaxSoftmax
+from benchmarks.methods.baselines.base import Baseline, FitTask, resize_rows
+from benchmarks.methods.baselines.hub import HubSoftmax
+from benchmarks.methods.baselines.untrained import KNNDistance, MaxSoftmax
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.decisions.logistic import fit_logistic, logits, smoothed_share
 from geoflow_fast.directions import CONDITIONAL, Direction
+from geoflow_fast.evaluation.retrieval import nearest
 from geoflow_fast.retrieval.freshness import marks
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.retrieval.task import RetrievalTask
@@ -167,7 +168,7 @@ class ListBoosting(ResultListClassifier):
     @classmethod
     def missing(cls) -> str | None:
         """Names scikit-learn if it is not installed."""
-        return extras.missing("list_boosting", "scikit-learn", "sklearn", "baselines")
+        return extras.missing("list_boosting", "scikit-learn", "sklearn", "test")
 
     def _resize_buffers(self, tensors: Mapping[str, Tensor]) -> None:
         super()._resize_buffers(tensors)

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import re
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner
 
 import geoflow_fast as gf
-from geoflow_fast.evaluation.zero_shot import class_prompts, encode_prompts, tuned_scale, zero_shot
+from benchmarks.methods.cli import app
+from benchmarks.methods.zero_shot import class_prompts, encode_prompts, tuned_scale, zero_shot
+from benchmarks.methods.zero_shot_page import labelled
 from geoflow_fast.geometry import normalize
 from geoflow_fast.noise import sample_uniform
-from tests.evaluation.helpers import DIM, labelled_images
+from tests.evaluation.helpers import DIM, is_picture, labelled_images
+from tests.evaluation.test_ties import assert_is_mean, mean_hit
+from tests.reliability.arguments import unit
 
 
 def test_prompts_are_means_over_templates():
@@ -83,3 +92,50 @@ def test_prompts_that_cancel_are_refused():
         class_prompts([])
     with pytest.raises(ValueError, match="template"):
         encode_prompts(lambda _: row, ["cat"], ["no place"])
+
+
+def test_accuracy_of_classes_with_one_prompt_is_the_mean_over_their_orders():
+    generator = np.random.default_rng(0)
+    kind = torch.tensor([0, 0, 1, 2, 2, 2, 3])
+    image, label = unit(60, DIM), torch.from_numpy(generator.integers(7, size=60))
+    prompts, outcomes = unit(4, DIM, seed=1), []
+    for seed in range(3):
+        order = torch.from_numpy(np.random.default_rng(seed).permutation(7))
+        outcome = zero_shot(None, image, order.argsort()[label], prompts[kind[order]], scale=5.0, resamples=0)
+        outcomes.append([outcome.accuracy, *(part.numbers["auroc"] for part in outcome.components)])
+    np.testing.assert_allclose(outcomes, outcomes[:1] * 3, rtol=1e-9)
+    expected = mean_hit((image @ prompts.T)[:, kind].numpy(), (label[:, None] == torch.arange(7)).numpy(), 1)
+    assert_is_mean(outcomes[0][0], expected.mean())
+
+
+@pytest.fixture
+def folders(tmp_path, pairs, small_flow):
+    pairs.save(tmp_path / "test")
+    small_flow.save_pretrained(tmp_path / "model")
+    return tmp_path
+
+
+def test_the_command_writes_its_components(folders):
+    image, label, prompts = labelled_images()
+    for name, rows in (("image", image), ("label", label), ("prompts", prompts.unsqueeze(1))):
+        np.save(folders / f"{name}.npy", rows.numpy())
+    given = [f"--{name}={folders / file}" for name, file in (("model", "model"), ("images", "image.npy"))]
+    given += [f"--labels={folders / 'label.npy'}", f"--prompts={folders / 'prompts.npy'}"]
+    given += [f"--out={folders / 'zero'}", "--resamples=9", "--json"]
+    result = CliRunner().invoke(app, ["zero-shot", *given])
+    assert result.exit_code == 0, f"{result.output}\n{result.exception!r}"
+    assert [part["name"] for part in json.loads(result.stdout)["components"]][:4] == ["image", "text", "pmi", "sum"]
+    assert is_picture(folders / "zero/components.png")
+    page = (folders / "zero/report.html").read_text()
+    assert "-PMI(image, text)" in page
+    opening = page[page.index("Which to doubt</h2>") : page.index("Components</h2>")]
+    assert opening.count('<div class="card"') == 2
+    assert opening.count('class="interval chosen"') == 1
+    assert opening.count("<polyline") == 3
+    assert not re.sub(r"<details>.*?</details>", "", page, flags=re.DOTALL).count("<table>")
+
+
+def test_labels_must_fit_the_images(folders):
+    np.save(folders / "label.npy", np.zeros(3, dtype=np.int64))
+    with pytest.raises(ValueError, match="3 entries, but there are"):
+        labelled(folders / "test/img_emb", folders / "label.npy")

@@ -17,15 +17,17 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import geoflow_fast as gf
-from geoflow_fast import baselines
-from geoflow_fast.baselines import bayesvlm
-from geoflow_fast.baselines.asymvlm import log_power_spherical
-from geoflow_fast.baselines.bayesvlm import contrastive_curvature, cosine_moments
-from geoflow_fast.baselines.grove import ModalityProcess, expected_log_likelihood, gaussian_kl
-from geoflow_fast.baselines.probvlm import LEAST_INVERSE_SCALE, LEAST_SHAPE, GeneralisedGaussian
-from geoflow_fast.baselines.untrained import KNNDistance, Margin, MaxSoftmax, SoftmaxEntropy
-from geoflow_fast.cli.app import app
-from geoflow_fast.directions import CONDITIONAL, Direction
+from benchmarks.methods import baselines
+from benchmarks.methods.baselines import bayesvlm
+from benchmarks.methods.baselines.asymvlm import log_power_spherical
+from benchmarks.methods.baselines.bayesvlm import contrastive_curvature, cosine_moments
+from benchmarks.methods.baselines.grove import ModalityProcess, expected_log_likelihood, gaussian_kl
+from benchmarks.methods.baselines.hub import HubSoftmax
+from benchmarks.methods.baselines.probvlm import LEAST_INVERSE_SCALE, LEAST_SHAPE, GeneralisedGaussian
+from benchmarks.methods.baselines.result_list import ListLogistic
+from benchmarks.methods.cli import app
+from benchmarks.methods.registry import chosen
+from geoflow_fast.directions import Direction
 from geoflow_fast.evaluation.compare import compare
 from geoflow_fast.evaluation.methods import Study
 from geoflow_fast.geometry import log_area, normalize, project_tangent
@@ -35,22 +37,11 @@ from geoflow_fast.runtime.tensors import save_tensors
 from geoflow_fast.spherical import log_bump, log_vmf_normalizer
 from geoflow_fast.training.config import RunConfig
 from geoflow_fast.training.loop import Run
+from tests.evaluation.helpers import planted, planted_pairs
 
+ROOT = Path(__file__).parents[2]
 DIM, ITEMS = 12, 400
-UNTRAINED = ("max_softmax", "margin", "softmax_entropy", "knn")
-
-
-def planted(count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Pairs whose text lies near its image or, for a vague half at one end of the first axis, far from it."""
-    generator = torch.Generator().manual_seed(seed)
-    image = sample_uniform(count, DIM, generator=generator)
-    vague = image[:, 0] > 0
-    noise = torch.randn(count, DIM, generator=generator) * torch.where(vague, 0.35, 0.05).unsqueeze(1)
-    return image, normalize(image + noise), vague
-
-
-def planted_pairs(count: int, seed: int) -> gf.EmbeddingPairs:
-    return gf.EmbeddingPairs.from_arrays(*planted(count, seed)[:2])
+UNTRAINED = ("hub_softmax", "list_logistic")
 
 
 def clusters(usual: int, rare: int, seed: int) -> gf.EmbeddingPairs:
@@ -73,7 +64,7 @@ def world() -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def untrained() -> dict[str, baselines.Baseline]:
+def fitted() -> dict[str, baselines.Baseline]:
     methods = {name: baselines.find(name)(DIM, DIM) for name in UNTRAINED}
     for method in methods.values():
         assert method.fit(planted_pairs(2000, 0), planted_pairs(500, 1)) is None
@@ -86,82 +77,29 @@ def sides(world: tuple[Tensor, Tensor, Tensor], direction: str) -> tuple[Tensor,
     return direction.queries(*world[:2]), direction.items(*world[:2])
 
 
-@pytest.mark.parametrize("direction", ["t2i", "i2t"])
-class TestUntrained:
-    def test_against_dense_cosines(self, untrained, world, direction):
-        queries, items = sides(world, direction)
-        cosine = queries.double() @ items.T.double()
-        scale = float(untrained["max_softmax"].scale[CONDITIONAL.index(direction)])
-        pi = (scale * cosine).softmax(1)
-        best = cosine.topk(2).values
-        own = sides(planted(2000, 0), direction)[0].double()
-        expected = {
-            "max_softmax": 1 - pi.amax(1),
-            "margin": best[:, 1] - best[:, 0],
-            "softmax_entropy": torch.special.entr(pi).sum(1),
-            "knn": 1 - (queries.double() @ own.T).topk(10).values[:, -1],
-        }
-        for name, truth in expected.items():
-            uncertainty = untrained[name].uncertainty(queries, items, direction)
-            torch.testing.assert_close(uncertainty, truth, atol=2e-5, rtol=1e-4, msg=name)
-
-    def test_temperature_is_tuned_on_held_out_pairs(self, untrained, direction):
-        """No other temperature gives the true items of the held-out pairs more probability."""
-        queries, items = sides(planted(500, 1), direction)
-        scale = float(untrained["softmax_entropy"].scale[CONDITIONAL.index(direction)])
-        losses = [
-            float(-(factor * scale * queries @ items.T).log_softmax(1).diagonal().mean()) for factor in (0.8, 1, 1.25)
-        ]
-        assert losses[1] == min(losses)
-
-    def test_finds_planted_uncertainty(self, untrained, world, direction):
-        queries, items = sides(world, direction)
-        for name in ("max_softmax", "margin", "softmax_entropy"):
-            assert auroc(untrained[name].uncertainty(queries, items, direction), world[2]) > 0.7, name
-
-    def test_shards_change_nothing(self, untrained, world, direction, tmp_path):
-        queries, items = sides(world, direction)
-        for number, part in enumerate(items.split(70)):
-            np.save(tmp_path / f"part_{number}.npy", part.numpy())
-        for method in untrained.values():
-            whole, parts = (method.uncertainty(queries, x, direction) for x in (items, tmp_path))
-            torch.testing.assert_close(whole, parts, atol=1e-6, rtol=1e-6)
-
-
-def test_knn_is_uncertain_about_what_it_has_not_seen():
-    generator = torch.Generator().manual_seed(0)
-    image = normalize(torch.randn(1000, DIM, generator=generator) + torch.eye(DIM)[0] * 6)
-    method = KNNDistance(DIM, DIM, neighbours=5)
-    method.fit(gf.EmbeddingPairs.from_arrays(image, image))
-    strange = normalize(torch.randn(200, DIM, generator=generator) + torch.eye(DIM)[1] * 6)
-    usual = normalize(torch.randn(200, DIM, generator=generator) + torch.eye(DIM)[0] * 6)
-    uncertainty = method.uncertainty(torch.cat((usual, strange)), image, "i2t")
-    assert auroc(uncertainty, torch.arange(400) >= 200) > 0.99
-
-
 class TestSaving:
     @pytest.mark.parametrize("name", UNTRAINED)
-    def test_a_loaded_method_gives_the_same_scores(self, untrained, world, name, tmp_path):
-        untrained[name].save(tmp_path)
+    def test_a_loaded_method_gives_the_same_scores(self, fitted, world, name, tmp_path):
+        fitted[name].save(tmp_path)
         back = baselines.load(tmp_path)
-        assert type(back) is type(untrained[name])
-        expected = untrained[name].uncertainty(world[1], world[0], "t2i")
+        assert type(back) is type(fitted[name])
+        expected = fitted[name].uncertainty(world[1], world[0], "t2i")
         assert torch.equal(back.uncertainty(world[1], world[0], "t2i"), expected)
 
-    def test_a_folder_of_another_method_is_refused(self, untrained, tmp_path):
-        untrained["margin"].save(tmp_path)
-        with pytest.raises(ValueError, match="holds a 'margin', not a 'knn'"):
-            KNNDistance.load(tmp_path)
+    def test_a_folder_of_another_method_is_refused(self, fitted, tmp_path):
+        fitted["hub_softmax"].save(tmp_path)
+        with pytest.raises(ValueError, match="holds a 'hub_softmax', not a 'list_logistic'"):
+            ListLogistic.load(tmp_path)
 
-    def test_a_damaged_file_is_refused(self, untrained, tmp_path):
-        untrained["knn"].save(tmp_path)
+    def test_a_damaged_file_is_refused(self, fitted, tmp_path):
+        fitted["hub_softmax"].save(tmp_path)
         (tmp_path / "model.safetensors").write_bytes(b"nonsense")
         with pytest.raises(ValueError, match=r"model\.safetensors is truncated"):
             baselines.load(tmp_path)
 
     def test_an_unknown_method_is_refused(self, tmp_path):
         (tmp_path / "config.json").write_text(json.dumps({"method": "oracle"}))
-        with pytest.raises(ValueError, match="method must be one of max_softmax, margin"):
+        with pytest.raises(ValueError, match="method must be one of hub_softmax, list_logistic"):
             baselines.load(tmp_path)
 
     def test_an_empty_folder_is_refused(self, tmp_path):
@@ -170,14 +108,14 @@ class TestSaving:
 
     def test_a_method_that_is_not_fitted_is_not_saved(self, tmp_path):
         with pytest.raises(ValueError, match="nothing to save"):
-            Margin(DIM, DIM).save(tmp_path)
+            HubSoftmax(DIM, DIM).save(tmp_path)
         assert not list(tmp_path.iterdir())
 
 
 class TestBadInput:
     def test_a_method_that_is_not_fitted_gives_no_scores(self, world):
-        with pytest.raises(ValueError, match="max_softmax is not fitted"):
-            MaxSoftmax(DIM, DIM).uncertainty(world[1], world[0], "t2i")
+        with pytest.raises(ValueError, match="hub_softmax is not fitted"):
+            HubSoftmax(DIM, DIM).uncertainty(world[1], world[0], "t2i")
 
     @pytest.mark.parametrize(
         ("queries", "items", "direction", "words"),
@@ -188,17 +126,17 @@ class TestBadInput:
             (torch.eye(DIM), torch.eye(DIM), "joint", "direction must be one of"),
         ],
     )
-    def test_an_error_names_what_is_wrong(self, untrained, queries, items, direction, words):
+    def test_an_error_names_what_is_wrong(self, fitted, queries, items, direction, words):
         with pytest.raises(ValueError, match=words):
-            untrained["margin"].uncertainty(queries, items, direction)
+            fitted["hub_softmax"].uncertainty(queries, items, direction)
 
     def test_widths_and_numbers_of_pairs_must_fit(self):
         with pytest.raises(ValueError, match="one width, got 4 and 5"):
-            SoftmaxEntropy(4, 5)
+            HubSoftmax(4, 5)
         with pytest.raises(ValueError, match="pairs have widths 12 and 12, not 5 and 5"):
-            Margin(5, 5).fit(planted_pairs(10, 0))
+            HubSoftmax(5, 5).fit(planted_pairs(10, 0))
         with pytest.raises(ValueError, match="fewer than neighbours=10"):
-            KNNDistance(DIM, DIM).fit(planted_pairs(8, 0))
+            ListLogistic(DIM, DIM).fit(planted_pairs(8, 0))
 
 
 def quick(method: baselines.Baseline, **changes: object) -> RunConfig:
@@ -330,7 +268,7 @@ class TestGroVE:
 
     def test_an_error_names_the_missing_package(self, monkeypatch):
         monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-        with pytest.raises(ValueError, match=r"gpytorch: pip install '.*\[baselines\]'"):
+        with pytest.raises(ValueError, match=r"gpytorch: pip install '.*\[test\]'"):
             made("grove")
 
 
@@ -501,8 +439,8 @@ class TestBayesVLM:
             half = torch.from_numpy(source.image.parts[0])[: count // 2]
             parts[name] = half, torch.from_numpy(source.text.parts[0])
             write_activations(tmp_path / name, baselines.Activations.from_arrays(*parts[name], source.projections))
-        words = ["evaluate", "--pairs", tmp_path / "test", "--held-out", tmp_path / "train", "--out", tmp_path / "out"]
-        words += ["--train", tmp_path / "train", "--methods", "bayesvlm,margin", "--resamples", "0"]
+        words = ["score", "bayesvlm,margin", "--pairs", tmp_path / "test", "--out", tmp_path / "out"]
+        words += ["--held-out", tmp_path / "train", "--train", tmp_path / "train", "--resamples", "0"]
         result = CliRunner().invoke(app, [str(word) for word in words])
         assert result.exit_code == 0, f"{result.output}\n{result.exception!r}"
         method = baselines.BayesVLM(5, 5).set_activations(tmp_path / "train")
@@ -520,7 +458,8 @@ class TestBayesVLM:
         opened = {name: gf.EmbeddingPairs.open(tmp_path / name) for name in folders}
 
         def evaluated(train: gf.EmbeddingPairs, test: gf.EmbeddingPairs) -> None:
-            compare(Study(test, train), test, ("margin", "bayesvlm"), folder=tmp_path / "out")
+            methods = chosen(("margin", "bayesvlm"), Study(test, train))
+            compare(Study(test, train), test, methods, folder=tmp_path / "out")
 
         with pytest.raises(FileNotFoundError, match=r"train.img_pre does not exist: .*--pre-projection"):
             evaluated(opened["train"], opened["test"])
@@ -614,17 +553,19 @@ class TestTraining:
             method.fit(planted_pairs(80, 0), config=quick(method, batch_size=16, accumulate=2))
 
     def test_command_line(self, tmp_path):
-        planted_pairs(120, 0).save(tmp_path / "pairs")
-        command = [sys.executable, "-m", "geoflow_fast", "train", "--method", "probvlm", "--preset", "tiny"]
+        pairs = planted_pairs(120, 0)
+        pairs.save(tmp_path / "pairs")
+        command = [sys.executable, "-m", "benchmarks.methods", "train", "probvlm", "--preset", "tiny"]
         command += ["--pairs", str(tmp_path / "pairs"), "--out", str(tmp_path / "run")]
         command += ["--steps", "3", "--batch-size", "16"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
         assert done.returncode == 0, done.stderr
         assert "finished at step 3" in done.stdout
         assert baselines.load(tmp_path / "run").method == "probvlm"
-        failed = subprocess.run([*command, "--coupling", "paper"], capture_output=True, text=True, check=False)
-        assert failed.returncode == 2
-        assert "probvlm has no setting coupling" in failed.stderr
+        with pytest.raises(ValueError, match="probvlm has no setting coupling"):
+            baselines.train_preset(
+                "probvlm", pairs, tmp_path / "other", "tiny", None, {"coupling": "paper"}, folder=None, device="cpu"
+            )
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from geoflow_fast.baselines.base import FitTask
-from geoflow_fast.baselines.trained import SizedBaseline
+from benchmarks.methods.baselines.base import FitTask
+from benchmarks.methods.baselines.trained import SizedBaseline
 from geoflow_fast.directions import CONDITIONAL, Direction
 from geoflow_fast.flow.config import GeoFlowConfig
 from geoflow_fast.flow.model import GeoFlow

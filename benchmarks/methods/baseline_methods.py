@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from geoflow_fast import baselines
-from geoflow_fast.baselines.bayesvlm import NEEDS_ACTIVATIONS, Activations, BayesVLM, towers
-from geoflow_fast.baselines.trained import SizedBaseline
+from benchmarks.methods import baselines
+from benchmarks.methods.baselines.bayesvlm import NEEDS_ACTIVATIONS, Activations, BayesVLM, towers
+from benchmarks.methods.baselines.trained import SizedBaseline
 from geoflow_fast.evaluation.methods import Method, Scores, Study, posterior_scores, right_per_query
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.retrieval.task import RetrievalTask
@@ -20,8 +22,24 @@ from geoflow_fast.training.config import RunConfig
 CHECKED_ROWS = 256
 
 
+@dataclass(frozen=True)
+class BaselineStudy(Study):
+    """A study with settings for baselines that train by gradient."""
+
+    configs: Mapping[str, RunConfig] = field(default_factory=dict)
+    """How they do so, by method. The others use their own default."""
+    folder: Path | None = None
+    """Folder in which they keep their runs, so that they can continue after a kill."""
+
+    @classmethod
+    def of(cls, study: Study, configs: Mapping[str, RunConfig], folder: Path | None) -> BaselineStudy:
+        """The study with these settings."""
+        known = {part.name: getattr(study, part.name) for part in dataclasses.fields(study)}
+        return cls(**{**known, "configs": configs, "folder": folder})
+
+
 class BaselineMethod(Method):
-    """A method of `geoflow_fast.baselines`, fitted once for both directions."""
+    """A method of `benchmarks.methods.baselines`, fitted once for both directions."""
 
     def __init__(self, study: Study, name: str) -> None:
         super().__init__(study)
@@ -54,7 +72,8 @@ class BaselineMethod(Method):
         return 6.0 * weights * config.steps * config.batch_size
 
     def _config(self) -> RunConfig:
-        config = self.study.configs.get(self.name) or self.baseline.default_config()
+        configs = self.study.configs if isinstance(self.study, BaselineStudy) else {}
+        config = configs.get(self.name) or self.baseline.default_config()
         return dataclasses.replace(config, seed=self.study.seed)
 
     def fit(self, task: RetrievalTask) -> None:
@@ -66,7 +85,8 @@ class BaselineMethod(Method):
 
     def _fit(self, task: RetrievalTask) -> None:  # noqa: ARG002
         study = self.study
-        out = None if study.folder is None or self.learns_from_val else study.folder / self.name
+        folder = study.folder if isinstance(study, BaselineStudy) else None
+        out = None if folder is None or self.learns_from_val else folder / self.name
         self.baseline.fit(study.train or study.val, study.val, self._config(), out, progress=study.progress)
         if not self.baseline.fitted:
             raise KeyboardInterrupt  # the run was asked to stop and has saved its state
