@@ -74,10 +74,11 @@ def binary_tool(name: str) -> str | None:
 def compile_all(folder: Path) -> dict[str, dict[str, CompiledKernel]]:
     """Architecture -> kernel name -> what it became; cubins are left in `folder`."""
     with ThreadPoolExecutor() as pool:
-        return dict(zip(ARCHITECTURES, pool.map(functools.partial(_compile, folder), ARCHITECTURES)))
+        return dict(zip(ARCHITECTURES, pool.map(functools.partial(compile_for, folder), ARCHITECTURES)))
 
 
-def _compile(folder: Path, architecture: str) -> dict[str, CompiledKernel]:
+def compile_for(folder: Path, architecture: str) -> dict[str, CompiledKernel]:
+    """The same for one architecture."""
     cubin = folder / f"{architecture}.cubin"
     compiler, listing = nvcc(), binary_tool("nvdisasm")
     if compiler is None or listing is None:

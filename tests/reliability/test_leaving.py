@@ -6,7 +6,7 @@ from __future__ import annotations
 import getpass
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,11 +105,30 @@ def uploads(monkeypatch) -> Iterator[hub_server.Hub]:
         yield server
 
 
+def holds_any(raw: bytes, parts: Sequence[bytes]) -> bool:
+    """Whether any of the parts, of eight bytes or more, is anywhere in `raw`. Places are sorted out by two bytes, as a
+    search for one part after the other takes a minute."""
+    starts, begins = {part[:8] for part in parts}, np.zeros(2**16, dtype=bool)
+    begins[[int.from_bytes(start[:2], "little") for start in starts]] = True
+    octets = np.frombuffer(raw, np.uint8).astype(np.uint16)
+    places = np.flatnonzero(begins[octets[:-1] | octets[1:] << 8])
+    whole = tuple(parts)
+    return any(raw[at : at + 8] in starts and raw.startswith(whole, at) for at in places)
+
+
+def test_the_search_finds_a_part_at_any_place():
+    noise = np.random.default_rng(0).bytes(10_000)
+    parts = [noise[k : k + 10] for k in (0, 777, 9990)]
+    assert all(holds_any(noise, [part, b"0123456789"]) for part in parts)
+    assert not any(holds_any(noise.replace(part, part[:9]), [part]) for part in parts)
+    assert not holds_any(b"", parts)
+
+
 def found_in(files: Mapping[str, bytes], rows: Tensor) -> set[str]:
     """The files, and the tensors of files, that hold any of the unit `rows` [n, d], whatever their type and scale."""
     types = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
     coded = [row.view(torch.uint8).numpy().tobytes() for kind in types for row in rows.to(kind)]
-    found = {name for name, raw in files.items() if any(code in raw for code in coded)}
+    found = {name for name, raw in files.items() if holds_any(raw, coded)}
     for file in (name for name in files if name.endswith(".safetensors")):
         for name, tensor in load(files[file]).items():
             sides = (tensor, tensor.mT) if tensor.dim() > 1 else (tensor,)

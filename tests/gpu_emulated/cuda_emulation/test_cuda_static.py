@@ -28,25 +28,23 @@ THREADS = {"score_kernel": 256, "sinkhorn_kernel": 512, "sinkhorn_wide_kernel": 
 RESULT_THREADS = 256
 
 
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def architecture(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, CompiledKernel]]:
+def kernels(architecture: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, CompiledKernel]:
     if cuda_build.nvcc() is None:
         pytest.skip("nvcc is not on PATH")
-    return cuda_build.compile_all(tmp_path_factory.mktemp("cubin"))
+    return cuda_build.compile_for(tmp_path_factory.mktemp("cubin"), architecture)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_device_the_backend_says_why() -> None:
     with pytest.raises(ValueError, match=r"(no CUDA driver|no CUDA device|no CUDA code)"):
         ops.sinkhorn(torch.rand(3, 3), backend="cuda")
-
-
-@pytest.fixture(params=ARCHITECTURES)
-def kernels(
-    request: pytest.FixtureRequest, compiled: dict[str, dict[str, CompiledKernel]]
-) -> dict[str, CompiledKernel]:
-    kernels: dict[str, CompiledKernel] = compiled[request.param]
-    return kernels
 
 
 def test_all_kernels_are_built(kernels: dict[str, CompiledKernel]) -> None:
@@ -62,22 +60,20 @@ def test_nothing_lives_in_local_memory(kernels: dict[str, CompiledKernel], name:
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_block_fits(compiled: dict[str, dict[str, CompiledKernel]], name: str) -> None:
-    for architecture, kernels in compiled.items():
-        assert kernels[name].shared_bytes <= SHARED_LIMIT[architecture], architecture
-        threads = THREADS.get(re.sub("<.*", "", name), RESULT_THREADS)
-        registers = -(-kernels[name].registers // 8) * 8
-        assert registers * threads <= 65536
+def test_a_block_fits(architecture: str, kernels: dict[str, CompiledKernel], name: str) -> None:
+    assert kernels[name].shared_bytes <= SHARED_LIMIT[architecture]
+    threads = THREADS.get(re.sub("<.*", "", name), RESULT_THREADS)
+    registers = -(-kernels[name].registers // 8) * 8
+    assert registers * threads <= 65536
 
 
+@pytest.mark.parametrize("entry", ENTRIES)
 def test_two_blocks_of_the_smallest_solver_share_a_multiprocessor(
-    compiled: dict[str, dict[str, CompiledKernel]],
+    architecture: str, kernels: dict[str, CompiledKernel], entry: str
 ) -> None:
-    for architecture, kernels in compiled.items():
-        for entry in ENTRIES:
-            kernel = kernels[f"sinkhorn_kernel<1, {entry}>"]
-            assert 2 * kernel.registers * 512 <= 65536
-            assert 2 * kernel.shared_bytes <= SHARED_LIMIT[architecture]
+    kernel = kernels[f"sinkhorn_kernel<1, {entry}>"]
+    assert 2 * kernel.registers * 512 <= 65536
+    assert 2 * kernel.shared_bytes <= SHARED_LIMIT[architecture]
 
 
 @pytest.mark.parametrize("name", KERNELS[:3])
