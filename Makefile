@@ -97,13 +97,15 @@ test-wheel: wheel
 test-browser: .venv/.test
 	GEOFLOW_REPORT=$(wildcard demo_output/report.html) $(PYTEST) tests/browser
 
-# Twenty minutes on two cores: benchmarks/results/*.json, then docs/performance.md and its figures from them.
+# Twenty minutes on two cores: benchmarks/results/times.json, then docs/performance.md and its figures from it.
 bench: .venv/.dev .venv/.peers
-	$(BIN)/python -m benchmarks
+	mkdir -p benchmarks/results
+	$(PYTEST) benchmarks --benchmark-only -k "not quick" --benchmark-json=benchmarks/results/times.json
+	$(BIN)/python -m benchmarks.page benchmarks/results/times.json
 
 # Small sizes, the same gates, tables on the terminal and nowhere else: two minutes, at most five.
 bench-quick: .venv/.dev .venv/.peers
-	$(BIN)/python -m benchmarks --quick
+	$(PYTEST) benchmarks --benchmark-only -k quick
 
 # Fails if commit B is slower than commit A: make bench-compare A=v0.1.0 B=HEAD
 bench-compare: .venv/.dev

@@ -1,1 +1,1 @@
-"""Benchmarks: a correctness gate first, then times; ratios within one run, and shares of what the machine allows."""
+"""Benchmarks of every operation next to its peers: `pytest benchmarks --benchmark-only`."""

@@ -1,11 +1,12 @@
-"""Is commit B slower than commit A? `python -m benchmarks.compare A B [--threshold 0.1] [--only gallery]`.
+"""Is commit B slower than commit A? `python -m benchmarks.compare A B [--threshold 0.1] [--only Coupling]`.
 
 Both commits are checked out into temporary worktrees and their extensions are built there. Two processes, one for each
-commit, time this library's contenders of the quick hot paths in turns A, B, B, A, ...; only their ratios count.
-Each process takes the benchmarks of its own commit, since modules may have moved, and calls that both commits
-know by the same name are compared. The exit status is 1 if a call became slower by more than the threshold and by more
-than the variation between turns explains, or if the geometric mean of all ratios is above `--mean`; it is 2 if nothing
-can be said because a build or a gate fails.
+commit, time this library's contenders of the quick cases in turns A, B, B, A, ...; only their ratios count. Each
+process takes the benchmarks of its own commit. A row is a case and a contender; one that a commit lacks must be in
+`REMOVED`.
+The exit status is 1 if a call became slower by more than the threshold and by more than the variation between turns
+explains, or if the geometric mean of all ratios is above `--mean`; it is 2 if nothing can be said because a row is
+missing, or a build or a gate fails.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,10 +29,16 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from benchmarks.common import markdown, seconds_of
+from benchmarks.cases import OURS, all_cases
+from benchmarks.limits import seconds_of
+from benchmarks.methods.results import markdown
 
 ROOT = Path(__file__).parents[1]
 NATIVE = ("csrc", "setup.py")
+REMOVED: dict[str, str] = {
+    "Coupling, B = 1024, d = 256: geoflow_fast, structured noise": "structured noise is deleted",
+}
+"""Rows that one of the compared commits lacks, and why."""
 TURN = 0.1
 """Least seconds of a turn: shorter calls are repeated."""
 WORKER = """
@@ -90,9 +97,10 @@ def turns(count: int) -> Iterator[tuple[str, str]]:
 class Worker:
     """A process that has the package of one commit and times what it is asked to."""
 
-    def __init__(self, tree: Path, only: Sequence[str]) -> None:
-        environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}  # one that waits must not keep a core busy
-        command = [sys.executable, "-c", WORKER, str(tree), *only]
+    def __init__(self, tree: Path, sizes: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> None:
+        # One that waits must not keep a core busy.
+        environment = {**os.environ, "OMP_WAIT_POLICY": "passive", **(environment or {})}
+        command = [sys.executable, "-c", WORKER, str(tree), *sizes]
         self.process = subprocess.Popen(
             command, cwd=tree, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
@@ -125,16 +133,13 @@ def _pipes(process: subprocess.Popen[str]) -> tuple[TextIO, TextIO]:
 class Server:
     """The worker's side: one case at a time."""
 
-    def __init__(self, only: Sequence[str]) -> None:
-        from benchmarks import suite
-
-        self.cases = suite.all_cases(quick=True, only=only)
-        self.ours = suite.OURS
+    def __init__(self, sizes: Sequence[str]) -> None:
+        self.cases = all_cases(quick="full" not in sizes)
         self.data: Any = None
 
     def list(self) -> list[list[Any]]:
         """Names of cases and of the calls to compare."""
-        return [[case.name, [c.name for c in case.contenders if c.kind == self.ours]] for case in self.cases]
+        return [[case.name, [c.name for c in case.contenders if c.kind == OURS]] for case in self.cases]
 
     def load(self, number: int) -> None:
         """Makes the input of a case."""
@@ -145,7 +150,7 @@ class Server:
 
     def time(self, name: str, repeats: int) -> float:
         """Seconds of one of `repeats` calls."""
-        call = self._call(name)
+        call = self.case.contender(name)
 
         def turn() -> None:
             for _ in range(repeats):  # results are dropped as they come: kept, they would all need fresh memory
@@ -155,19 +160,16 @@ class Server:
 
     def check(self, name: str) -> float:
         """Gate, then the seconds of a call."""
-        call = self._call(name)
-        self.case.check(call, call.run(self.data), self.truth)
+        call = self.case.contender(name)
+        assert self.case.right(call, call.run(self.data), self.truth), f"{self.case.name}: {name} gives a wrong answer"
         return self.time(name, 1)
 
-    def _call(self, name: str) -> Any:
-        return next(c for c in self.case.contenders if c.name == name)
 
-
-def serve(only: Sequence[str]) -> None:
+def serve(sizes: Sequence[str]) -> None:
     """Reads requests from standard input and writes answers to standard output."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else prints must not come between
-    server = Server(only)
+    server = Server(sizes)
     for line in sys.stdin:
         what, *rest = json.loads(line)
         answers.write(json.dumps(getattr(server, what)(*rest)) + "\n")
@@ -209,25 +211,39 @@ def prepare(a: str, b: str, trees: tuple[Path, Path]) -> None:
         shutil.copy(library, trees[1] / "geoflow_fast")
 
 
-def compare(workers: dict[str, Worker], rounds: int) -> Iterator[Ratio]:
-    """Yields the ratio of every call that both commits know, as it is measured."""
-    listed = {side: worker.ask("list") for side, worker in workers.items()}
-    number_in_b = {case: number for number, (case, _) in enumerate(listed["B"])}
-    for number, (case, calls) in enumerate(listed["A"]):
-        if case not in number_in_b:
+def rows_of(listed: Sequence[tuple[str, Sequence[str]]]) -> dict[str, tuple[int, str]]:
+    """By row: the number of its case, and its call."""
+    return {f"{case}: {call}": (number, call) for number, (case, calls) in enumerate(listed) for call in calls}
+
+
+def common_rows(a: Sequence[str], b: Sequence[str]) -> list[str]:
+    """The rows of both commits. RuntimeError if another one is not listed as removed."""
+    missing = sorted((set(a) ^ set(b)) - set(REMOVED))
+    if missing:
+        lines = "\n".join(f"  {row} (not in {'B' if row in a else 'A'})" for row in missing)
+        raise RuntimeError(f"rows that one commit lacks must be listed in benchmarks/compare.py:\n{lines}")
+    return [row for row in a if row in b]
+
+
+def compare(workers: dict[str, Worker], rounds: int, only: Sequence[str]) -> Iterator[Ratio]:
+    """Yields the ratio of every row, as it is measured."""
+    rows = {side: rows_of(worker.ask("list")) for side, worker in workers.items()}
+    loaded = None
+    for row in common_rows(list(rows["A"]), list(rows["B"])):
+        if only and not any(word in row for word in only):
             continue
-        workers["A"].ask("load", number)
-        workers["B"].ask("load", number_in_b[case])
-        for call in calls:
-            if call not in listed["B"][number_in_b[case]][1]:
-                continue
-            once = max(worker.ask("check", call) for worker in workers.values())
-            repeats = max(1, round(TURN / once))
-            seconds: dict[str, list[float]] = {name: [] for name in workers}
-            for order in turns(rounds):
-                for name in order:
-                    seconds[name].append(workers[name].ask("time", call, repeats))
-            yield Ratio.of(f"{case}: {call}", seconds["A"], seconds["B"])
+        call = rows["A"][row][1]
+        if rows["A"][row][0] != loaded:
+            loaded = rows["A"][row][0]
+            for side, worker in workers.items():
+                worker.ask("load", rows[side][row][0])
+        once = max(worker.ask("check", call) for worker in workers.values())
+        repeats = max(1, round(TURN / once))
+        seconds: dict[str, list[float]] = {name: [] for name in workers}
+        for order in turns(rounds):
+            for name in order:
+                seconds[name].append(workers[name].ask("time", call, repeats))
+        yield Ratio.of(row, seconds["A"], seconds["B"])
 
 
 def arguments_of(words: Sequence[str]) -> argparse.Namespace:
@@ -238,18 +254,13 @@ def arguments_of(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--threshold", type=float, default=0.1, help="slower by more than this share fails")
     parser.add_argument("--mean", type=float, default=1.03, help="largest geometric mean of all ratios that passes")
     parser.add_argument("--rounds", type=int, default=9, help="turns of each call")
-    parser.add_argument("--only", nargs="+", default=[], metavar="SUITE", help="these suites alone")
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="rows with one of these words alone")
     parser.add_argument("--json", action="store_true", help="ratios as JSON instead of a table")
     given = parser.parse_args(words)
     if not given.threshold > 0:
         parser.error(f"--threshold must be above 0, got {given.threshold}")
     if given.rounds < 3:
         parser.error(f"--rounds must be at least 3, got {given.rounds}: fewer have no spread")
-    from benchmarks import suite
-
-    unknown = sorted(set(given.only) - set(suite.suites()))
-    if unknown:
-        parser.error(f"no suite named {', '.join(unknown)}; there are {', '.join(suite.suites())}")
     return given
 
 
@@ -264,12 +275,14 @@ def main(words: Sequence[str]) -> int:
             prepare(*commits, (trees[0], trees[1]))
             workers = {}
             for side, tree in zip("AB", trees):
-                workers[side] = Worker(tree, given.only)
+                workers[side] = Worker(tree)
                 stack.callback(workers[side].close)
             ratios = []
-            for ratio in compare(workers, given.rounds):
+            for ratio in compare(workers, given.rounds, given.only):
                 print(f"{ratio.value:.3f}  {ratio.name}", file=sys.stderr, flush=True)
                 ratios.append(ratio)
+        if not ratios:
+            raise RuntimeError(f"no row has one of the words {', '.join(given.only)}")
     except RuntimeError as error:
         print(f"compare: {error}", file=sys.stderr)
         return 2

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from benchmarks.common import seconds_of
 from geoflow_fast.ops.product import product_into, served
 
 
@@ -60,6 +60,13 @@ class Limits:
         return max(parts, key=lambda name: parts[name])
 
 
+def seconds_of(run: Callable[[], object]) -> float:
+    """Seconds of one call."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
 def gemm_peak(size: int = 4096, inner: int = 1024, rounds: int = 5, dtype: torch.dtype = torch.float32) -> float:
     """Floating-point operations per second of a matrix product by the faster of torch's libraries."""
     shapes = (size, inner), (inner, size), (size, size)
@@ -68,12 +75,6 @@ def gemm_peak(size: int = 4096, inner: int = 1024, rounds: int = 5, dtype: torch
     if served(a, b):
         products.append(lambda: product_into(out, a, b))
     return 2 * size * size * inner / min(seconds_of(run) for _ in range(rounds) for run in products)
-
-
-def integer_peak(size: int = 2048, inner: int = 1024, rounds: int = 5) -> float:
-    """Operations per second of torch's product of bytes."""
-    a, b = (torch.randint(-100, 100, shape, dtype=torch.int8) for shape in ((size, inner), (inner, size)))
-    return 2 * size * size * inner / min(seconds_of(lambda: torch._int_mm(a, b)) for _ in range(rounds))
 
 
 def copy_bandwidth(megabytes: int = 256, rounds: int = 7) -> float:

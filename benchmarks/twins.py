@@ -248,7 +248,10 @@ def dense_entropy(samples: Tensor, gallery: Tensor, kappa: float) -> Tensor:
 def chunked_entropy(samples: Tensor, gallery: Tensor, kappa: float, chunk: int = 2048) -> Tensor:
     """The same, `chunk` items at a time."""
     flat, shape = samples.flatten(0, 1), samples.shape[:2]
-    scores = [torch.logsumexp((flat @ items.T).mul_(kappa).view(*shape, -1), 1) for items in gallery.split(chunk)]
+    scores = []
+    for items in gallery.split(chunk):
+        logits = (flat @ items.to(flat.dtype).T).mul_(kappa).view(*shape, -1)
+        scores.append(torch.logsumexp(logits, 1))
     return entropy_of(torch.cat(scores, 1))
 
 
@@ -266,7 +269,7 @@ def chunked_search(queries: Tensor, gallery: Tensor, k: int, chunk: int = 16_384
     """Rows [Q, k] of the gallery with the largest cosines."""
     best, index = [], []
     for first, items in enumerate(gallery.split(chunk)):
-        nearest = (queries @ items.T).topk(k)
+        nearest = (queries @ items.to(queries.dtype).T).topk(k)
         best.append(nearest.values)
         index.append(nearest.indices + first * chunk)
     return torch.cat(index, 1).gather(1, torch.cat(best, 1).topk(k).indices)

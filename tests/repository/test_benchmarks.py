@@ -2,96 +2,119 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks import common, compare, page, suite
-from benchmarks.flows import row_flops
+from benchmarks import cases, compare, page
+from benchmarks.cases import FOR_COMPARISON, PEER, Case, Contender
+from benchmarks.inputs import row_flops
 from benchmarks.limits import Limits, Work, copy_bandwidth, exp_rate, gemm_peak, read_bandwidth
-from benchmarks.suite import FOR_COMPARISON, PEER, Case, Contender, Scaling
 from geoflow_fast.flow.config import GeoFlowConfig
 from geoflow_fast.flow.model import GeoFlow
 
+ROOT = Path(__file__).parents[2]
+SUITE = """
+import torch
+from benchmarks.cases import PEER, Case, Contender, Scaling, each, each_size
+from benchmarks.conftest import *
+from benchmarks.limits import Limits, Work
 
-def a_case(**changes: object) -> Case:
-    contenders = (
-        Contender("peer", lambda x: x.sort().values, PEER),
-        Contender("ours", lambda x: torch.sort(x)[0]),
-        Contender("beside", lambda _: None, FOR_COMPARISON, agrees=lambda *_: True),
-        Contender("absent", lambda x: x, PEER, needs="no_such_package"),
-    )
-    case = Case("sort", lambda: torch.rand(100), torch.msort, torch.equal, contenders, Work(bytes=400.0), rounds=2)
-    return dataclasses.replace(case, **changes)
+Limits.measure = classmethod(lambda cls: cls(1.0, 4e6, 1.0))
+contenders = (
+    Contender("peer", lambda x: x.sort().values, PEER),
+    Contender("ours", lambda x: torch.sort(x)[0]),
+    Contender("wrong", lambda x: x),
+    Contender("absent", lambda x: x, PEER, needs="no_such_package"),
+)
 
+@each([Case("sort", lambda: torch.rand(100), torch.msort, torch.equal, contenders, Work(bytes=400.0))])
+def test_sort(race, case, contender):
+    race(case, contender)
 
-def test_a_case_is_gated_timed_and_tabled():
-    measured = suite.measure(a_case())
-    assert [row["contender"] for row in measured["rows"]] == ["peer", "ours", "beside"]
-    assert measured["not installed"] == ["absent"]
-    for row in measured["rows"]:
-        assert len(row["seconds"]) == 6  # short calls have three times the rounds
-        assert row["median"] == pytest.approx(np.median(row["seconds"]))
-        assert row["memory"] >= 0
-    json.dumps(measured)
-    rows = suite.case_rows(measured, {"flops": 1.0, "bytes": 4e6, "exps": 1.0})
-    assert rows[0]["speed-up over the best peer"] == "1.00x"
-    assert rows[2]["speed-up over the best peer"] == rows[2]["share of the limit (memory)"] == ""
-    limit = 1e-4 / measured["rows"][1]["median"]
-    assert rows[1]["share of the limit (memory)"] == f"{100 * limit:.0f} %"
+@each_size([Scaling("sleep", "N", (1, 2), lambda size: lambda: sum(range(100_000 * size)))])
+def test_growth(grow, scaling, size):
+    grow(scaling, size)
+"""
 
 
-def test_a_case_without_any_peer_is_tabled_and_drawn(tmp_path):
-    ours = [contender for contender in a_case().contenders if contender.kind != PEER]
-    absent = [contender for contender in a_case().contenders if not contender.present]
-    measured = suite.measure(a_case(contenders=(*ours, *absent)))
-    limits = {"flops": 1.0, "bytes": 4e6, "exps": 1.0}
-    assert {row["speed-up over the best peer"] for row in suite.case_rows(measured, limits)} == {""}
-    results = {"sort": {"cases": [measured], "scalings": [], "tables": {}, "limits": limits}}
-    assert "Not installed: absent." in suite.text_of(results["sort"])
-    assert page.draw_peers(results, tmp_path / "peers.png")
-    assert page.draw_roofline(results, tmp_path / "roofline.png")
+def pytest_in(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, page.Report]:
+    """What pytest-benchmark prints and writes about a small suite."""
+    folder = tmp_path_factory.mktemp("suite")
+    (folder / "test_suite.py").write_text(SUITE)
+    done = pytest_in(folder, "--benchmark-only", "--benchmark-json=times.json")
+    return done.stdout, json.loads((folder / "times.json").read_text())
+
+
+def test_contenders_are_gated_timed_and_tabled(measured):
+    words, report = measured
+    assert "sort: wrong gives a wrong answer" in words
+    assert "no_such_package is not installed" in words
+    assert "1 failed, 4 passed, 1 skipped" in words
+    assert "memory        sort: ours" in words
+    rows = page.groups(report)["sort"]
+    assert [row["contender"] for row in rows] == ["peer", "ours"]
+    assert report["machine_info"]["threads"] >= 1
+    table = page.case_rows(rows)
+    assert table[0]["speed-up over the best peer"] == "1.00x"
+    assert table[1]["share of the limit"] == f"{1e-4 / rows[1]['median']:.0%}, memory"
+    assert page.wide_row("sort", rows, {"sort": rows})["peer"] == page.cell(1e3 * rows[0]["median"])
+    assert page.growth_row(page.growths(report)[0])["sizes"] == "1 / 2"
+
+
+def test_contenders_without_a_peer_are_tabled(measured):
+    ours = [row for row in page.groups(measured[1])["sort"] if row["kind"] != PEER]
+    assert "speed-up over the best peer" not in page.case_rows(ours)[0]
+
+
+def test_gates_hold_at_small_sizes():
+    """So that a change of the library that breaks a benchmark is noticed before the long run."""
+    words = [
+        "benchmarks",
+        "--benchmark-disable",
+        "-q",
+        "-k",
+        "quick and (interpolant or posterior or coupling or search)",
+    ]
+    done = pytest_in(ROOT, *words)
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.slow
-def test_quick_runs_without_optional_packages(monkeypatch):
-    """Every suite has cases whose peers are in packages that `pip install .` does not bring."""
-    find = suite.importlib.util.find_spec
-    optional = {c.needs for case in suite.all_cases(quick=True) for c in case.contenders if c.needs}
-    assert {"ot", "faiss", "torchdiffeq"} <= optional
-    monkeypatch.setattr(suite.importlib.util, "find_spec", lambda name: None if name in optional else find(name))
-    without = [case for case in suite.all_cases(quick=True) if all(c.kind != PEER for c in case.present)]
-    assert without, "a case whose peers are all missing is what this test is about"
-    for case in without:
-        measured = suite.measure(dataclasses.replace(case, rounds=1))
-        assert suite.case_rows(measured, {"flops": 1.0, "bytes": 1.0, "exps": 1.0})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", suite.suites())
-def test_every_contender_of_a_suite_gives_its_answer(name):
-    """With small sizes, so that a change of the library that breaks a benchmark is noticed before the long run."""
-    for case in suite.all_cases(quick=True, only=[name]):
-        assert suite.measure(dataclasses.replace(case, rounds=1))["rows"]
+def test_all_gates_hold_at_small_sizes():
+    done = pytest_in(ROOT, "benchmarks", "--benchmark-disable", "-q", "-k", "quick")
+    assert done.returncode == 0, done.stdout
 
 
 def test_small_sizes_are_not_called_the_papers():
-    quick = [contender.name for case in suite.all_cases(quick=True) for contender in case.contenders]
+    quick = [contender.name for case in cases.all_cases(quick=True) for contender in case.contenders]
     assert [name for name in quick if "paper" in name] == []
-    others = sum(len(choose(Contender("", lambda x: x))) for choose in (suite.in_bfloat16, suite.with_mkl_alone))
-    assert sum("20 samples x 10 steps" in name for name in quick) == 2 + others
-    full = [contender.name for case in suite.all_cases(quick=False) for contender in case.contenders]
-    assert sum(suite.PAPER_NAME in name for name in full) == 3 + others
+    assert sum("20 samples x 10 steps" in name for name in quick) >= 2
+    full = [contender.name for case in cases.all_cases(quick=False) for contender in case.contenders]
+    assert sum(cases.PAPER_NAME in name for name in full) >= 3
 
 
-def test_a_wrong_answer_has_no_time():
-    wrong = (*a_case().contenders, Contender("wrong", lambda x: x))
-    with pytest.raises(SystemExit, match="gate failed: sort, wrong"):
-        suite.measure(a_case(contenders=wrong))
+def test_rows_have_names_of_their_own_and_a_peer():
+    quick = cases.all_cases(quick=True)
+    both = [*quick, *cases.all_cases(quick=False)]
+    assert len({case.name for case in both}) == len(both)
+    for case in quick:
+        assert {cases.OURS, PEER} <= {contender.kind for contender in case.contenders}
 
 
 def test_the_limit_is_the_longest_part():
@@ -104,19 +127,12 @@ def test_the_limit_is_the_longest_part():
 
 
 @pytest.mark.parametrize("power", [-1.0, 0.5, 2.0])
-def test_fits_find_the_exponent(power, monkeypatch):
-    sizes = (10, 20, 50)
-    assert common.exponent(sizes, [3 * size**power for size in sizes]) == pytest.approx(power)
-    monkeypatch.setattr(
-        suite, "time_turns", lambda calls, rounds: {name: [float(name) ** power] * rounds for name in calls}
-    )
-    fit = suite.fit(Scaling("op", "N", sizes, lambda _: lambda: None, expected=power))
-    assert fit["exponent"] == pytest.approx(power)
-    assert suite.scaling_rows([fit])[0]["exponent"] == f"{power:.2f}"
+def test_fits_find_the_exponent(power):
+    assert page.exponent([{"size": size, "median": 3 * size**power} for size in (10, 20, 50)]) == pytest.approx(power)
 
 
 def test_peak_memory_sees_what_was_freed():
-    (total, _, memory) = common.watched(lambda: float(torch.ones(2**24).sum()))
+    (total, _, memory) = cases.watched(lambda: float(torch.ones(2**24).sum()))
     assert total == 2**24
     assert math.isnan(memory) or memory > 0.9 * 2**26
 
@@ -130,80 +146,40 @@ def test_operations_of_a_row_are_two_per_weight():
     assert row_flops(config, "joint") == 2 * weights
 
 
-def test_names_are_suites_or_studies():
-    names = suite.names()
-    assert {"gallery", "ot", "density", "entropy", "rerank", "training", "interpolant", "network", "cost"} <= set(names)
-    for name in set(names) - set(suite.suites()):
-        assert callable(suite.module_of(name).run)
-    cases = suite.all_cases(quick=True)
-    assert len({case.name for case in cases}) == len(cases)
-    for case in cases:
-        kinds = {contender.kind for contender in case.contenders}
-        assert {suite.OURS, PEER} <= kinds
-
-
 # The page
 
 
-def results() -> page.Results:
-    case = suite.measure(a_case())
-    facts = {"processor": "P", "threads": 2, "torch": "2", "instructions": "AVX2", "day": "2026-01-02"}
-    scaling = {
-        "operation": "op",
-        "variable": "N",
-        "sizes": [1, 2],
-        "seconds": [1.0, 2.0],
-        "exponent": 1.0,
-        "expected": 1.0,
-    }
-    table = {"name": "t", "rows": [{"a": 1.0}], "notes": {"more": 2.5, "nested": {}}}
-    limits = {"flops": 1e11, "bytes": 1e10, "exps": 1e9}
-    return {
-        "sorts": {
-            "machine": facts,
-            "limits": limits,
-            "cases": [case],
-            "scalings": [scaling],
-            "tables": {"t": table},
-        }
-    }
-
-
-def test_blocks_are_filled_and_words_stay():
-    begin, end = "<!-- bench: table sorts t -->\n", "<!-- bench: end -->"
+def test_blocks_are_filled_and_words_stay(measured):
+    begin, end = "<!-- bench: growth -->\n", "<!-- bench: end -->"
     rest = f"\nafter\n<!-- bench: cases other -->\nkept\n{end}"
-    text = page.filled(f"before\n{begin}old\n{end}{rest}", lambda key: page.block(key, results()))
-    assert text == f"before\n{begin}| a |\n|---|\n| 1 |\n\nmore 2.5.\n{end}{rest}"
-    assert page.filled(text, lambda key: page.block(key, results())) == text
-    assert '"P" (AVX2)' in page.block("machine", results())
-    assert "| op | N | 1 / 2 |" in page.block("scalings", results())
+    text = page.filled(f"before\n{begin}old\n{end}{rest}", lambda key: page.block(key, measured[1]))
+    assert "old" not in text
+    assert "| sleep | N | 1 / 2 |" in text
+    assert text.endswith(rest)
+    assert "**sort**\n\n|  | ms |" in page.block("cases sort", measured[1])
+    assert f'"{measured[1]["machine_info"]["processor"]}"' in page.block("machine", measured[1])
     with pytest.raises(ValueError, match="'tabel x'"):
-        page.block("tabel x", results())
+        page.block("tabel x", measured[1])
 
 
-def test_every_block_of_the_page_belongs_to_a_suite():
+def test_every_block_of_the_page_belongs_to_a_benchmark():
     keys = [match[1] for match in page.BLOCK.findall(page.PAGE.read_text())]
-    assert {"machine", "scalings"} <= set(keys)
-    named = {key.split()[1] for key in keys if key.startswith(("cases", "table"))}
-    assert named == set(suite.suites())
+    assert {"machine", "growth", "estimates"} <= set(keys)
+    named = [name for key in keys if key.startswith(("cases", "wide")) for name in key.split()[1:]]
+    text = "\n".join(path.read_text() for path in (ROOT / "benchmarks").glob("test_*.py"))
+    elsewhere = ["growth", "streamed", "search_pass", "scoring_pass"]  # in the blocks `growth` and `cost`
+    tests = set(re.findall(r"^def test_(\w+)\(", text, re.MULTILINE))
+    assert sorted(named) == sorted(tests.difference(elsewhere))
     assert {key.split()[1] for key in keys if key.startswith("figure")} == set(page.FIGURES)
     for key in keys:
-        page.block(key, {})
+        page.block(key, {"benchmarks": []})
 
 
-@pytest.mark.parametrize("name", ["peers", "roofline", "scaling", "cost"])
-def test_figures_are_drawn_if_there_are_results(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", page.FIGURES)
+def test_figures_are_drawn_if_there_are_results(name, tmp_path, monkeypatch, measured):
     monkeypatch.setattr(page, "PICTURES", tmp_path)
-    measured = results()
-    assert page.block(f"figure {name}", {}) is None
-    if name == "cost":
-        row = {"s per 1,000 queries": "search", "N = 1e4": "0.5", "N = 1e5": "*5*"}
-        notes = {"passes": {}, "model": "small"}
-        measured["cost"] = {
-            **measured["sorts"],
-            "tables": {"queries_0": {"name": "queries_0", "rows": [row], "notes": notes}},
-        }
-    assert f"(images/performance_{name}.png)" in page.block(f"figure {name}", measured)
+    assert page.block(f"figure {name}", {"benchmarks": []}) is None
+    assert f"(images/performance_{name}.png)" in page.block(f"figure {name}", measured[1])
     assert [path.name for path in tmp_path.iterdir()] == [f"performance_{name}.png"]
 
 
@@ -259,7 +235,6 @@ def test_verdict_as_json(capsys):
         ([], "required: A"),
         (["main", "HEAD", "--threshold", "0"], "--threshold must be above 0"),
         (["main", "HEAD", "--rounds", "2"], "--rounds must be at least 3"),
-        (["main", "HEAD", "--only", "nonsense"], "no suite named nonsense; there are"),
     ],
 )
 def test_bad_arguments_end_with_status_2(words, complaint, capsys):
@@ -279,13 +254,34 @@ def test_an_unknown_commit_cannot_be_compared(capsys):
     assert "no-such-commit-anywhere" in capsys.readouterr().err
 
 
+def test_a_row_that_a_commit_lacks_must_be_listed(monkeypatch):
+    monkeypatch.setattr(compare, "REMOVED", {"sort: gone": "it is deleted"})
+    assert compare.common_rows(["sort: ours", "sort: gone"], ["sort: ours"]) == ["sort: ours"]
+    with pytest.raises(RuntimeError, match=r"sort: lost \(not in B\)"):
+        compare.common_rows(["sort: ours", "sort: lost"], ["sort: ours"])
+    with pytest.raises(RuntimeError, match=r"sort: new \(not in A\)"):
+        compare.common_rows(["sort: ours"], ["sort: ours", "sort: new"])
+
+
+def test_rows_that_are_there_are_not_listed_as_removed():
+    case_rows = {f"{case.name}: {one.name}" for case in cases.all_cases(quick=True) for one in case.contenders}
+    assert case_rows.isdisjoint(compare.REMOVED)
+
+
 def test_the_worker_checks_before_it_times(monkeypatch):
-    wrong = (*a_case().contenders, Contender("wrong", lambda x: x))
-    monkeypatch.setattr(suite, "all_cases", lambda **_: [a_case(contenders=wrong)])
+    contenders = (
+        Contender("peer", lambda x: x.sort().values, PEER),
+        Contender("ours", lambda x: torch.sort(x)[0]),
+        Contender("wrong", lambda x: x),
+        Contender("beside", lambda _: None, FOR_COMPARISON),
+    )
+    case = Case("sort", lambda: torch.rand(100), torch.msort, torch.equal, contenders)
+    monkeypatch.setattr(compare, "all_cases", lambda **_: [case])
     server = compare.Server([])
     assert server.list() == [["sort", ["ours", "wrong"]]]
+    assert compare.rows_of(server.list()) == {"sort: ours": (0, "ours"), "sort: wrong": (0, "wrong")}
     server.load(0)
     assert server.check("ours") > 0
     assert server.time("ours", 3) > 0
-    with pytest.raises(SystemExit, match="gate failed: sort, wrong"):
+    with pytest.raises(AssertionError, match="sort: wrong gives a wrong answer"):
         server.check("wrong")

@@ -296,8 +296,6 @@ def test_files_that_pages_name_exist():
     named = set(re.findall(rf"(?<![\w/])((?:{folders})/[\w/.-]+\.[a-z]+)", text))
     assert len(named) > 20
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
-    for name in set(re.findall(r"python -m benchmarks ([a-z_]+)", text)):
-        assert (ROOT / f"benchmarks/bench_{name}.py").is_file(), name
     for name in set(re.findall(r"python -m benchmarks\.methods\s+study ([a-z0-9_]+)", text)):
         assert (ROOT / f"benchmarks/methods/studies/{name}.py").is_file(), name
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import geoflow_fast as gf
-from benchmarks.common import SHARED, shared_pairs
+from benchmarks.methods.results import SHARED, shared_pairs
 from geoflow_fast.cli.app import main
 from geoflow_fast.flow.config import FEW_PAIRS, MANY_CORES
 from geoflow_fast.noise import sample_uniform

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 import geoflow_fast as gf
-from benchmarks.common import gate, report
+from benchmarks.methods.results import gate, report
 from geoflow_fast import noise
 from geoflow_fast.distributed import ALONE, World, joined
 from geoflow_fast.jobs.density import density_file
@@ -137,7 +137,7 @@ def _seconds(task: Task, folder: Path, out: Path, world: World) -> float:
 def launch(folder: Path, rounds: int) -> dict[str, dict[str, list[float]]]:
     """What the ranks timings. The first round, in which things are imported and mapped, is left out."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words = ["-m", "benchmarks.bench_distributed", str(folder), str(rounds)]
+    words = ["-m", "benchmarks.methods.studies.distributed", str(folder), str(rounds)]
     done = subprocess.run(
         [*command, *words], env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
     )

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 import geoflow_fast as gf
-from benchmarks import twins
-from benchmarks.flows import random_flow, row_flops
+from benchmarks.cases import PEER, Case, Contender, Scaling, each, each_size
+from benchmarks.inputs import Rows, row_flops
 from benchmarks.limits import Work
-from benchmarks.suite import PEER, Case, Contender, Scaling
 from geoflow_fast.geometry import exp_map, log_area, parallel_transport, project_tangent
 from geoflow_fast.likelihood.probes import Probes
 from geoflow_fast.likelihood.reverse_ode import draw_seed
@@ -31,60 +30,48 @@ TIME = 0.5
 ONE_STEP = gf.DensitySettings(n_steps=1, solver="euler", tangents="combined", probe="gaussian", orthogonal="none")
 
 
-@dataclass(frozen=True)
-class Rows:
-    """A network, its plain twin, and pairs."""
+def codes(r: Rows) -> Tensor:
+    return torch.zeros(len(r.image), dtype=torch.int8)
 
-    flow: gf.GeoFlow
-    plain: twins.PlainFlow
-    image: Tensor
-    text: Tensor
 
-    @classmethod
-    def draw(cls, config: gf.GeoFlowConfig, rows: int) -> Rows:
-        flow = random_flow(config)
-        plain = twins.PlainFlow(flow).eval().requires_grad_(False)
-        return cls(flow, plain, *(sample_uniform(rows, d) for d in config.flow_dims))
+@torch.no_grad()
+def velocity(r: Rows) -> tuple[Tensor, ...]:
+    return r.flow.velocity(r.image, r.text, TIME, "joint")
 
-    @property
-    def codes(self) -> Tensor:
-        return torch.zeros(len(self.image), dtype=torch.int8)
 
-    def velocity(self) -> tuple[Tensor, ...]:
-        with torch.no_grad():
-            return self.flow.velocity(self.image, self.text, TIME, "joint")
+@torch.no_grad()
+def plain_velocity(r: Rows) -> tuple[Tensor, ...]:
+    return tuple(r.plain(r.image, r.text, torch.full((len(r.image),), TIME), codes(r)))
 
-    def plain_velocity(self) -> tuple[Tensor, ...]:
-        with torch.no_grad():
-            return tuple(self.plain(self.image, self.text, torch.full((len(self.image),), TIME), self.codes))
 
-    def probes(self) -> tuple[Tensor, Tensor]:
-        """Those that `log_density` draws from a generator of seed 3."""
-        seed = int(draw_seed(torch.Generator().manual_seed(3), self.image))
-        drawn = Probes(seed, torch.arange(len(self.image)), ONE_STEP, SPHERE)
-        return drawn.draw(0, 0, self.image)[0], drawn.draw(0, 1, self.text)[0]
+def probes(r: Rows) -> tuple[Tensor, Tensor]:
+    """Those that `log_density` draws from a generator of seed 3."""
+    seed = int(draw_seed(torch.Generator().manual_seed(3), r.image))
+    drawn = Probes(seed, torch.arange(len(r.image)), ONE_STEP, SPHERE)
+    return drawn.draw(0, 0, r.image)[0], drawn.draw(0, 1, r.text)[0]
 
-    def divergence(self) -> Tensor:
-        """-e^T J e at t=1, from a log-density of one Euler step."""
-        generator = torch.Generator().manual_seed(3)
-        log_densities = gf.log_density(
-            self.flow, self.image, self.text, "joint", generator=generator, settings=ONE_STEP
-        )
-        return log_densities + log_area(self.image.shape[1]) + log_area(self.text.shape[1])
 
-    def divergence_by_vjp(self) -> Tensor:
-        points = [x.detach().requires_grad_() for x in (self.image, self.text)]
-        probes = self.probes()
-        velocity = self.plain(*points, torch.ones(len(self.image)), self.codes)
-        along = sum((v * e).sum() for v, e in zip(velocity, probes))
-        pulled = torch.autograd.grad(along, points)
-        return -sum((g * e).sum(1) for g, e in zip(pulled, probes))
+def divergence(r: Rows) -> Tensor:
+    """-e^T J e at t=1, from a log-density of one Euler step."""
+    generator = torch.Generator().manual_seed(3)
+    log_densities = gf.log_density(r.flow, r.image, r.text, "joint", generator=generator, settings=ONE_STEP)
+    return log_densities + log_area(r.image.shape[1]) + log_area(r.text.shape[1])
 
-    def divergence_by_jvp(self) -> Tensor:
-        probes, times = self.probes(), torch.ones(len(self.image))
-        call = lambda image, text: tuple(self.plain(image, text, times, self.codes))  # noqa: E731
-        _, pushed = torch.func.jvp(call, (self.image, self.text), probes)
-        return -sum((g * e).sum(1) for g, e in zip(pushed, probes))
+
+def divergence_by_vjp(r: Rows) -> Tensor:
+    points = [x.detach().requires_grad_() for x in (r.image, r.text)]
+    drawn = probes(r)
+    velocity = r.plain(*points, torch.ones(len(r.image)), codes(r))
+    along = sum((v * e).sum() for v, e in zip(velocity, drawn))
+    pulled = torch.autograd.grad(along, points)
+    return -sum((g * e).sum(1) for g, e in zip(pulled, drawn))
+
+
+def divergence_by_jvp(r: Rows) -> Tensor:
+    drawn, times = probes(r), torch.ones(len(r.image))
+    call = lambda image, text: tuple(r.plain(image, text, times, codes(r)))  # noqa: E731
+    _, pushed = torch.func.jvp(call, (r.image, r.text), drawn)
+    return -sum((g * e).sum(1) for g, e in zip(pushed, drawn))
 
 
 @dataclass(frozen=True)
@@ -118,13 +105,13 @@ def close(result: Any, truth: Any) -> bool:
 
 
 VELOCITY = (
-    Contender("torch", Rows.plain_velocity, PEER),
-    Contender("geoflow_fast", Rows.velocity),
+    Contender("torch", plain_velocity, PEER),
+    Contender("geoflow_fast", velocity),
 )
 DIVERGENCE = (
-    Contender("torch, autograd vjp", Rows.divergence_by_vjp, PEER),
-    Contender("torch.func.jvp", Rows.divergence_by_jvp, PEER),
-    Contender("geoflow_fast", Rows.divergence),
+    Contender("torch, autograd vjp", divergence_by_vjp, PEER),
+    Contender("torch.func.jvp", divergence_by_jvp, PEER),
+    Contender("geoflow_fast", divergence),
 )
 STEP = (
     Contender("torch, separate operations", Step.separate, PEER),
@@ -133,12 +120,7 @@ STEP = (
 )
 
 
-def size_of(quick: bool) -> tuple[gf.GeoFlowConfig, int]:
-    return (gf.GeoFlowConfig.small(256, 256), 128) if quick else (gf.GeoFlowConfig.paper(), 512)
-
-
-def cases(quick: bool) -> list[Case]:
-    config, rows = size_of(quick)
+def cases(config: gf.GeoFlowConfig, rows: int, *, quick: bool = False) -> list[Case]:
     flops = rows * row_flops(config, "joint")
     in_and_out = 16 * rows * sum(config.flow_dims)
     size = f"B = {rows}, d = {config.image_dim}, hidden = {config.hidden}"
@@ -146,18 +128,20 @@ def cases(quick: bool) -> list[Case]:
         Case(
             f"Velocity, {size}",
             lambda: Rows.draw(config, rows),
-            Rows.plain_velocity,
+            plain_velocity,
             close,
             VELOCITY,
             Work(flops=flops, bytes=in_and_out),
+            quick,
         ),
         Case(
             f"Velocity and divergence, {size}",
             lambda: Rows.draw(config, rows),
-            Rows.divergence_by_vjp,
+            divergence_by_vjp,
             close,
             DIVERGENCE,
             Work(flops=2 * flops, bytes=in_and_out),
+            quick,
         ),
         Case(
             f"Guided Adams-Bashforth step, B = {rows}, d = {config.image_dim}",
@@ -166,14 +150,24 @@ def cases(quick: bool) -> list[Case]:
             lambda result, truth: all(torch.allclose(a.double(), b, atol=2e-6) for a, b in zip(result, truth)),
             STEP,
             Work(bytes=24 * rows * config.image_dim),
+            quick,
         ),
     ]
 
 
-def scalings(quick: bool) -> list[Scaling]:
-    config, top = size_of(quick)
+CASES = (*cases(gf.GeoFlowConfig.small(256, 256), 128, quick=True), *cases(gf.GeoFlowConfig.paper(), 512))
 
-    def batch(rows: int) -> Callable[[], Any]:
-        return Rows.draw(config, rows).velocity
 
-    return [Scaling("Velocity", "B", (top // 4, top // 2, top, 2 * top), batch)]
+def over_rows(rows: int) -> Callable[[], Any]:
+    batch = Rows.draw(gf.GeoFlowConfig.paper(), rows)
+    return lambda: velocity(batch)
+
+
+@each(CASES)
+def test_network(race: Any, case: Case, contender: Contender) -> None:
+    race(case, contender)
+
+
+@each_size([Scaling("Velocity", "B", (128, 256, 512, 1024), over_rows)])
+def test_growth(grow: Any, scaling: Scaling, size: int) -> None:
+    grow(scaling, size)

@@ -8,7 +8,7 @@ log-density and torchdiffeq's is close; the scores of all agree within their noi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,17 +16,25 @@ from torch import Tensor
 
 import geoflow_fast as gf
 from benchmarks import peers, twins
-from benchmarks.bench_network import Rows
-from benchmarks.common import gate
-from benchmarks.flows import row_flops
+from benchmarks.cases import (
+    PAPER_NAME,
+    PEER,
+    Case,
+    Contender,
+    Scaling,
+    each,
+    each_size,
+    in_bfloat16,
+    renamed,
+    with_mkl_alone,
+)
+from benchmarks.inputs import Rows, row_flops
 from benchmarks.limits import Work
-from benchmarks.suite import PAPER_NAME, PEER, Case, Contender, Scaling, in_bfloat16, renamed, with_mkl_alone
 from geoflow_fast.directions import DIRECTIONS
 from geoflow_fast.likelihood.probes import Probes
 from geoflow_fast.likelihood.reverse_ode import draw_seed
 from geoflow_fast.manifolds import SPHERE
 
-EULER = {"n_steps": 50, "solver": "euler"}
 INDEPENDENT = {"probe": "gaussian", "orthogonal": "none"}
 HALF = gf.DensitySettings(precision="bfloat16")
 
@@ -55,11 +63,11 @@ class Pairs:
 
     def truths(self) -> tuple[Tensor, Tensor]:
         """After these Euler steps, and after many better ones, once the log-densities are known to be the twin's."""
-        gate_same_numbers(self.rows)
+        check_same_numbers(self.rows)
         return self.ours(n_steps=self.steps, solver="euler"), self.ours(n_steps=40, solver="ab2")
 
 
-def gate_same_numbers(rows: Rows) -> None:
+def check_same_numbers(rows: Rows) -> None:
     """The same weights and Gaussian probes give the same log-density."""
     image, text = rows.image[:6], rows.text[:6]
     settings = gf.DensitySettings(n_steps=2, solver="euler", tangents="combined", **INDEPENDENT)
@@ -70,7 +78,7 @@ def gate_same_numbers(rows: Rows) -> None:
         generator = torch.Generator().manual_seed(3)
         ours = gf.log_density(rows.flow, image, text, direction, generator=generator, settings=settings)
         twin = twins.autograd_log_density(rows.plain, *given)
-        gate(f"{direction} log-density against the twin", torch.allclose(ours, twin, rtol=1e-5, atol=1e-3))
+        assert torch.allclose(ours, twin, rtol=1e-5, atol=1e-3), f"{direction} log-density differs from the twin's"
 
 
 def within_noise(index: int) -> Callable[[Tensor, tuple[Tensor, Tensor]], bool]:
@@ -99,40 +107,49 @@ CONTENDERS = (
 )
 
 
-def cases(quick: bool) -> list[Case]:
-    config, rows, steps = (
-        (gf.GeoFlowConfig.small(256, 256), 32, 10) if quick else (gf.GeoFlowConfig.paper(), 64, EULER["n_steps"])
-    )
+def case(
+    config: gf.GeoFlowConfig, rows: int, steps: int, contenders: Sequence[Contender], *, quick: bool = False
+) -> Case:
     # Points and one tangent each through the network of all three directions.
     flops = 2 * steps * rows * sum(row_flops(config, direction) for direction in DIRECTIONS)
-    return [
-        Case(
-            f"Epistemic score, {rows} pairs, {steps} Euler steps, d = {config.image_dim}",
-            lambda: Pairs(Rows.draw(config, rows), steps),
-            Pairs.truths,
-            within_noise(0),
-            renamed(CONTENDERS, PAPER_NAME, f"{steps} Euler steps") if quick else CONTENDERS,
-            Work(flops=flops),
-            rounds=1 if not quick else 3,
-        )
-    ]
+    return Case(
+        f"Epistemic score, {rows} pairs, {steps} Euler steps, d = {config.image_dim}",
+        lambda: Pairs(Rows.draw(config, rows), steps),
+        Pairs.truths,
+        within_noise(0),
+        contenders,
+        Work(flops=flops),
+        quick,
+    )
 
 
-def scalings(quick: bool) -> list[Scaling]:
-    config = gf.GeoFlowConfig.small(256, 256)
-    usual = {"rows": 32, "n_steps": 4, "n_probes": 1} if quick else {"rows": 128, "n_steps": 4, "n_probes": 1}
+CASES = (
+    case(gf.GeoFlowConfig.small(256, 256), 32, 10, renamed(CONTENDERS, PAPER_NAME, "10 Euler steps"), quick=True),
+    case(gf.GeoFlowConfig.paper(), 64, 50, CONTENDERS),
+)
 
-    def over(name: str) -> Callable[[int], Callable[[], Any]]:
-        def make(size: int) -> Callable[[], Any]:
-            given = {**usual, name: size}
-            pairs = Pairs(Rows.draw(config, given.pop("rows")), 0)
-            return lambda: pairs.ours(**given, **INDEPENDENT)
 
-        return make
+def over(name: str) -> Callable[[int], Callable[[], Any]]:
+    def make(size: int) -> Callable[[], Any]:
+        given = {"rows": 128, "n_steps": 4, "n_probes": 1, name: size}
+        pairs = Pairs(Rows.draw(gf.GeoFlowConfig.small(256, 256), given.pop("rows")), 0)
+        return lambda: pairs.ours(**given, **INDEPENDENT)
 
-    rows = usual["rows"]
-    return [
-        Scaling("Epistemic score", "B", (rows // 2, rows, 2 * rows, 4 * rows), over("rows")),
-        Scaling("Epistemic score", "steps", (2, 4, 8, 16), over("n_steps")),
-        Scaling("Epistemic score", "probes", (1, 2, 4, 8), over("n_probes")),
-    ]
+    return make
+
+
+SCALINGS = (
+    Scaling("Epistemic score", "B", (64, 128, 256, 512), over("rows")),
+    Scaling("Epistemic score", "steps", (2, 4, 8, 16), over("n_steps")),
+    Scaling("Epistemic score", "probes", (1, 2, 4, 8), over("n_probes")),
+)
+
+
+@each(CASES)
+def test_epistemic_score(race: Any, case: Case, contender: Contender) -> None:
+    race(case, contender)
+
+
+@each_size(SCALINGS)
+def test_growth(grow: Any, scaling: Scaling, size: int) -> None:
+    grow(scaling, size)

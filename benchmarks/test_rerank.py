@@ -1,4 +1,4 @@
-"""BayesReranker: its cost at the paper's network, and how good it is on the concept world, whose posterior is known.
+"""BayesReranker: its cost at the paper's network.
 
 Peer: the same log-densities of the same shortlists by autograd of the plain torch network, probes shared alike. The two
 retrieval entropies stand beside.
@@ -6,16 +6,27 @@ retrieval entropies stand beside.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import geoflow_fast as gf
-from benchmarks.bench_entropy import Scene
-from benchmarks.flows import row_flops
+from benchmarks.cases import (
+    FOR_COMPARISON,
+    PAPER_NAME,
+    PEER,
+    Case,
+    Contender,
+    each,
+    in_bfloat16,
+    renamed,
+    with_mkl_alone,
+)
+from benchmarks.inputs import Scene, row_flops
 from benchmarks.limits import Work
-from benchmarks.suite import FOR_COMPARISON, PAPER_NAME, PEER, Case, Contender, in_bfloat16, renamed, with_mkl_alone
+from geoflow_fast.directions import DIRECTIONS
 from geoflow_fast.likelihood.reverse_ode import density_estimates
 
 
@@ -32,7 +43,7 @@ def reranked_by_autograd(scene: Scene) -> Tensor:
     class Field:
         @staticmethod
         def velocity(image: Tensor, text: Tensor, t: float | Tensor, direction: str) -> tuple[Tensor, ...]:
-            code = gf.geometry.DIRECTIONS.index(direction)
+            code = DIRECTIONS.index(direction)
             times = torch.as_tensor(t, dtype=image.dtype).expand(len(image))
             return tuple(scene.plain(image, text, times, torch.full((len(image),), code, dtype=torch.int8)))
 
@@ -50,7 +61,7 @@ def within(nats: float) -> Callable[[Tensor, Tensor], bool]:
 
 
 def is_entropy(result: Tensor, _: Tensor) -> bool:
-    """Finite and not negative; `bench_entropy` has the real gate."""
+    """Finite and not negative; `test_entropy` has the real gate."""
     return bool((result.isfinite() & (result >= 0)).all())
 
 
@@ -65,22 +76,31 @@ CONTENDERS = (
 )
 
 
-def cases(quick: bool) -> list[Case]:
-    config, queries, items = (
-        (gf.GeoFlowConfig.small(256, 256), 2, 1000) if quick else (gf.GeoFlowConfig.paper(), 2, 10_000)
-    )
-    settings = {"n_samples": 20, "n_steps": 10} if quick else {}
+def case(
+    config: gf.GeoFlowConfig, items: int, contenders: Sequence[Contender], *, quick: bool = False, **settings: int
+) -> Case:
+    queries = 2
     solve = gf.BayesReranker(gf.GeoFlow(gf.GeoFlowConfig.tiny()), torch.eye(24)).density
     evaluations = 2 * solve.n_steps  # midpoint
     flops = 2 * evaluations * 32 * queries * row_flops(config, "i2t")
-    return [
-        Case(
-            f"Re-ranking, {queries} queries, shortlists of 32, N = {items:,}, d = {config.image_dim}",
-            lambda: Scene.draw(config, queries, items, **settings),
-            reranked_by_autograd,
-            within(2e-2),
-            renamed(CONTENDERS, PAPER_NAME, "20 samples x 10 steps") if quick else CONTENDERS,
-            Work(flops=flops, bytes=4 * items * config.image_dim),
-            rounds=2,
-        )
-    ]
+    return Case(
+        f"Re-ranking, {queries} queries, shortlists of 32, N = {items:,}, d = {config.image_dim}",
+        lambda: Scene.draw(config, queries, items, **settings),
+        reranked_by_autograd,
+        within(2e-2),
+        contenders,
+        Work(flops=flops, bytes=4 * items * config.image_dim),
+        quick,
+    )
+
+
+SMALL = renamed(CONTENDERS, PAPER_NAME, "20 samples x 10 steps")
+CASES = (
+    case(gf.GeoFlowConfig.small(256, 256), 1000, SMALL, quick=True, n_samples=20, n_steps=10),
+    case(gf.GeoFlowConfig.paper(), 10_000, CONTENDERS),
+)
+
+
+@each(CASES)
+def test_rerank(race: Any, case: Case, contender: Contender) -> None:
+    race(case, contender)

@@ -6,6 +6,7 @@ formula (acos of the dot product, no care at the edges) in as few torch calls as
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +15,8 @@ from torch import Tensor
 
 import geoflow_fast as gf
 from benchmarks import peers, twins
+from benchmarks.cases import PEER, Case, Contender, Scaling, each, each_size
 from benchmarks.limits import Work
-from benchmarks.suite import PEER, Case, Contender, Scaling
 from geoflow_fast.noise import sample_uniform
 
 
@@ -52,28 +53,33 @@ CONTENDERS = (
 )
 
 
-def cases(quick: bool) -> list[Case]:
-    rows, width = (2048, 512) if quick else (8192, 1024)
+def case(rows: int, width: int, *, quick: bool = False) -> Case:
     # Given rows, a third per stream, read one point instead of two.
     traffic = 4 * width * (8 * rows - 2 * rows // 3)
-    return [
-        Case(
-            f"Interpolant, B = {rows}, d = {width}",
-            lambda: InterpolantInput.draw(rows, width),
-            lambda b: b.op("reference"),
-            lambda result, truth: all(torch.allclose(a, b, atol=2e-6) for a, b in zip(result, truth)),
-            CONTENDERS,
-            Work(bytes=traffic),
-            rounds=5,
-        )
-    ]
+    return Case(
+        f"Interpolant, B = {rows}, d = {width}",
+        lambda: InterpolantInput.draw(rows, width),
+        lambda b: b.op("reference"),
+        lambda result, truth: all(torch.allclose(a, b, atol=2e-6) for a, b in zip(result, truth)),
+        CONTENDERS,
+        Work(bytes=traffic),
+        quick,
+    )
 
 
-def scalings(quick: bool) -> list[Scaling]:
-    top = 4096 if quick else 8192
+CASES = (case(2048, 512, quick=True), case(8192, 1024))
 
-    def call(rows: int) -> Any:
-        batch = InterpolantInput.draw(rows, 512)
-        return lambda: batch.op("cpu", batch.out)
 
-    return [Scaling("Interpolant, d = 512", "B", (top // 8, top // 4, top // 2, top), call, rounds=9)]
+def over_rows(rows: int) -> Callable[[], Any]:
+    batch = InterpolantInput.draw(rows, 512)
+    return lambda: batch.op("cpu", batch.out)
+
+
+@each(CASES)
+def test_interpolant(race: Any, case: Case, contender: Contender) -> None:
+    race(case, contender)
+
+
+@each_size([Scaling("Interpolant, d = 512", "B", (1024, 2048, 4096, 8192), over_rows)])
+def test_growth(grow: Any, scaling: Scaling, size: int) -> None:
+    grow(scaling, size)

@@ -11,22 +11,21 @@ import dataclasses
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
 import geoflow_fast as gf
 from benchmarks import twins
-from benchmarks.common import gate, scratch, seconds_of
-from benchmarks.flows import random_flow, row_flops
+from benchmarks.cases import PEER, Case, Contender, each, in_bfloat16, with_mkl_alone
+from benchmarks.inputs import random_flow, row_flops, scratch
 from benchmarks.limits import Work
-from benchmarks.suite import PEER, Case, Contender, Table, in_bfloat16, with_mkl_alone
 from geoflow_fast.data.pairs import IMAGE_FOLDER, TEXT_FOLDER
 from geoflow_fast.noise import sample_uniform
 from geoflow_fast.runtime.buffers import freed_memory_kept
@@ -36,6 +35,8 @@ from geoflow_fast.training.loop import Run
 
 WIDTH = 1024
 STEPS = 3
+MOST_BEYOND = 2.5
+"""GB of resident memory beyond model and optimiser, of any number of pairs."""
 
 
 def random_pairs(count: int, width: int = WIDTH) -> gf.EmbeddingPairs:
@@ -65,7 +66,7 @@ class TwoNetworks:
         pairs = random_pairs(2 * batch_size, network.image_dim)
         config = late_config(batch_size=batch_size, precision="float32")
         plain = twins.PlainFlow(flow)
-        gate_same_loss(flow, plain, pairs)
+        check_same_loss(flow, plain, pairs)
         optimizer = torch.optim.AdamW(plain.parameters(), config.lr, weight_decay=config.weight_decay)
         objective = FlowMatching(flow, pairs, pairs, config)
         twin = copy.deepcopy(flow)
@@ -99,7 +100,7 @@ def steps(step: Callable[[], float]) -> float:
         return [step() for _ in range(STEPS)][-1]
 
 
-def gate_same_loss(flow: gf.GeoFlow, plain: twins.PlainFlow, pairs: gf.EmbeddingPairs, rows: int = 96) -> None:
+def check_same_loss(flow: gf.GeoFlow, plain: twins.PlainFlow, pairs: gf.EmbeddingPairs, rows: int = 96) -> None:
     """Same weights, noise, times and directions, no dropout: same loss in every row."""
     width = pairs.image_dim
     data, noise = list(pairs[np.arange(rows)]), [sample_uniform(rows, width) for _ in range(2)]
@@ -111,7 +112,7 @@ def gate_same_loss(flow: gf.GeoFlow, plain: twins.PlainFlow, pairs: gf.Embedding
         out = flow.velocity(image, text, t, direction)
         ours = (out[0] - v_image).square().sum(1) + (out[1] - v_text).square().sum(1)
         theirs = twins.plain_losses(plain, noise, data, t, direction)
-        gate("loss against the twin", torch.allclose(ours, theirs, rtol=1e-3))
+        assert torch.allclose(ours, theirs, rtol=1e-3), "the loss differs from the twin's"
     flow.train()
     plain.train()
 
@@ -125,62 +126,61 @@ CONTENDERS = (
 )
 
 
-def cases(quick: bool) -> list[Case]:
-    network, rows = (gf.GeoFlowConfig.small(256, 256), 256) if quick else (gf.GeoFlowConfig.paper(), 1024)
+def case(network: gf.GeoFlowConfig, rows: int, *, quick: bool = False) -> Case:
     # Forward, and twice that backward; 40 % of the rows joint, 30 % of each other direction.
     forward = sum(
         share * row_flops(network, direction) for direction, share in (("joint", 0.4), ("i2t", 0.3), ("t2i", 0.3))
     )
-    return [
-        Case(
-            f"{STEPS} training steps, B = {rows}, d = {network.image_dim}, hidden = {network.hidden}",
-            lambda: TwoNetworks.start(network, rows),
-            lambda _: None,
-            lambda loss, _: 0 < loss < 100,  # the real gate is in `TwoNetworks.start`
-            CONTENDERS,
-            Work(flops=3 * STEPS * rows * forward),
-            rounds=3,
-        )
-    ]
+    return Case(
+        f"{STEPS} training steps, B = {rows}, d = {network.image_dim}, hidden = {network.hidden}",
+        lambda: TwoNetworks.start(network, rows),
+        lambda _: None,
+        lambda loss, _: 0 < loss < 100,  # the real gate is in `TwoNetworks.start`
+        CONTENDERS,
+        Work(flops=3 * STEPS * rows * forward),
+        quick,
+    )
 
 
-def tables() -> Iterator[Table]:
-    yield coupling_share()
-    yield memory()
+CASES = (case(gf.GeoFlowConfig.small(256, 256), 256, quick=True), case(gf.GeoFlowConfig.paper(), 1024))
 
 
-def coupling_share(batch_size: int = 8192, pieces: int = 8) -> Table:
-    """The solve of each coupling as a share of the step if nothing hid it."""
-    torch.manual_seed(0)
-    pairs = random_pairs(batch_size)
-    base = late_config(batch_size=batch_size, accumulate=pieces, steps=1000)
-    objective = FlowMatching(gf.GeoFlow(gf.GeoFlowConfig.paper()), pairs, pairs, base)
-    gate_coupling_helps(pairs)
-    run, batches = Run(objective), objective.batches
-    batch = batches.training(0)
-    step = min(seconds_of(lambda: run.optimise(batch)) for _ in range(2))
-    paper = {"coupling": "paper", "conditional_coupling": "paper"}
-    settings: dict[str, dict[str, str]] = {
-        "the paper's: one plan over the whole batch": paper,
-        "the same, structured noise": {**paper, "noise": "structured"},
-        "default: joint rows only": {"coupling": "paper"},
-        "default, structured noise": {"coupling": "paper", "noise": "structured"},
-    }
-    rows = []
-    for name, changes in settings.items():
-        batches.config = dataclasses.replace(base, **changes)
-        solve = min(batches.training(k).coupling_seconds for k in range(2))
-        rows.append({"coupling": name, "solve, s": solve, "share of a step": f"{100 * solve / (step + solve):.1f} %"})
-    return Table("coupling", rows, {"batch": batch_size, "pieces": pieces, "step without coupling, s": step})
+@each(CASES)
+def test_training(race: Any, case: Case, contender: Contender) -> None:
+    race(case, contender)
 
 
-def gate_coupling_helps(pairs: gf.EmbeddingPairs, rows: int = 512) -> None:
-    """The plan's mean cost is below that of independent pairs."""
-    noise = [sample_uniform(rows, WIDTH) for _ in range(2)]
-    data: list[Tensor] = list(pairs[np.arange(rows)])
-    cost = gf.ops.transport_cost(*noise, *data)
-    chosen = gf.ops.couple(*noise, *data)
-    gate("coupled pairs are closer", bool(cost.gather(1, chosen[:, None]).mean() < cost.diagonal().mean()))
+class Coupled:
+    """A run whose batches are coupled in one of several ways."""
+
+    def __init__(self, batch_size: int = 8192, pieces: int = 8) -> None:
+        pairs = random_pairs(batch_size)
+        self.base = late_config(batch_size=batch_size, accumulate=pieces, steps=1000)
+        objective = FlowMatching(gf.GeoFlow(gf.GeoFlowConfig.paper()), pairs, pairs, self.base)
+        self.run, self.batches = Run(objective), objective.batches
+        self.batch = self.batches.training(0)
+
+    def step(self) -> None:
+        self.run.optimise(self.batch)
+
+    def solve(self, **changes: Any) -> float:
+        """Makes a batch and returns the seconds of its coupling alone."""
+        self.batches.config = dataclasses.replace(self.base, **changes)
+        return self.batches.training(0).coupling_seconds
+
+
+PAPER_COUPLING = {"coupling": "paper", "conditional_coupling": "paper"}
+COUPLED = (
+    Contender("a step of eight pieces, without coupling", Coupled.step, agrees=lambda *_: True),
+    Contender("a batch, independent pairs", lambda c: c.solve(), agrees=lambda seconds, _: seconds == 0),
+    Contender("a batch, the paper's coupling: one plan over all rows", lambda c: c.solve(**PAPER_COUPLING)),
+    Contender("a batch, the default: joint rows only", lambda c: c.solve(coupling="paper")),
+)
+
+
+@each([Case("Coupling in training, B = 8192", Coupled, lambda _: None, lambda seconds, _: seconds > 0, COUPLED)])
+def test_coupling_in_training(race: Any, case: Case, contender: Contender) -> None:
+    race(case, contender)
 
 
 MEMORY_RUN = """
@@ -196,24 +196,20 @@ print(json.dumps({"pairs": len(pairs), "peak": peak, "state": state}))
 """
 
 
-def memory(count: int = 1_000_000) -> Table:
-    """Peak resident memory of training on a folder of `count` pairs, in a process of its own."""
+def test_memory(benchmark: Any) -> None:
+    """Peak resident memory of training on a folder of a million pairs, in a process of its own."""
+    count = 1_000_000
+    benchmark.group = f"Training on a folder of {count:,} pairs, B = 2048 in four pieces"
     with scratch() as folder:
         _write_folder(folder, count)
         command = [sys.executable, "-c", MEMORY_RUN, str(folder)]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        done = benchmark.pedantic(subprocess.run, (command,), {"check": True, "capture_output": True, "text": True})
     peaks = json.loads(done.stdout)
     beyond = (peaks["peak"] - peaks["state"]) / 1e9
-    rows = [
-        {
-            "pairs": f"{peaks['pairs']:,}",
-            "on disk, GB": 2 * count * WIDTH * 2 / 1e9,
-            "peak resident, GB": peaks["peak"] / 1e9,
-            "beyond model and optimiser, GB": beyond,
-        }
-    ]
-    gate("resident memory under 2.5 GB beyond model and optimiser", beyond < 2.5)
-    return Table("memory", rows, {"batch": 2048})
+    assert peaks["pairs"] == count
+    assert beyond < MOST_BEYOND
+    sizes = {"peak resident, GB": peaks["peak"] / 1e9, "beyond model and optimiser, GB": beyond}
+    benchmark.extra_info |= {"contender": "three steps in a new process", "kind": "ours", "columns": sizes}
 
 
 def _write_folder(folder: Path, count: int, block: int = 100_000) -> None:
