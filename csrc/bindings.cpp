@@ -159,11 +159,10 @@ void bind_transport(py::module_& m) {
         .def_readwrite("centre", &OtMatrix::centre)
         .def_readwrite("eps", &OtMatrix::eps);
     py::class_<geoflow::Factor>(m, "OtFactor")
-        .def(py::init([](Address noise, Address data, Address signs, Address scale, std::int64_t dim, std::int64_t order, float weight) {
-                 return geoflow::Factor{at<const float>(noise), at<const float>(data),  dim,  weight,
-                                        at<const float>(signs), at<const float>(scale), order};
+        .def(py::init([](Address noise, Address data, std::int64_t dim, float weight) {
+                 return geoflow::Factor{at<const float>(noise), at<const float>(data), dim, weight};
              }),
-             py::kw_only(), "noise"_a, "data"_a, "signs"_a, "scale"_a, "dim"_a, "order"_a, "weight"_a);
+             py::kw_only(), "noise"_a, "data"_a, "dim"_a, "weight"_a);
     m.attr("OT_LEADING") = geoflow::kLeading;
     m.def("ot_build", [](const OtMatrix& matrix, const geoflow::Factor& image, const geoflow::Factor& text, bool arc, bool bfloat16,
                          int threads) {

@@ -283,6 +283,6 @@ def __getattr__(name: str) -> Any:
     """Names that used to live here."""
     if name == "DIRECTIONS":
         return importlib.import_module("geoflow_fast.directions").DIRECTIONS
-    if name in ("StructuredNoise", "hadamard", "hadamard_transform", "sample_uniform"):
-        return getattr(importlib.import_module("geoflow_fast.noise"), name)
+    if name == "sample_uniform":
+        return importlib.import_module("geoflow_fast.noise").sample_uniform
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

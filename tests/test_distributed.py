@@ -300,7 +300,7 @@ RULES = [
     {},
     {"coupling": "sample"},
     {"coupling": "exact", "conditional_coupling": "c2ot"},
-    {"conditional_coupling": "paper", "noise": "structured"},
+    {"conditional_coupling": "paper"},
 ]
 
 

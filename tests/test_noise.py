@@ -10,7 +10,7 @@ from scipy import stats
 
 import geoflow_fast as gf
 from geoflow_fast import geometry
-from geoflow_fast.noise import NOISE_KINDS, StructuredNoise, base_noise, hadamard, hadamard_transform, sample_uniform
+from geoflow_fast.noise import NOISE_KINDS, base_noise, sample_uniform
 from geoflow_fast.ops.counter_noise import philox
 from tests.samples import seeded
 
@@ -65,31 +65,8 @@ def test_unknown_noise_is_refused():
         base_noise(3, 4, "pink")
 
 
-@pytest.mark.parametrize("order", [1, 2, 8, 64])
-def test_the_fast_transform_multiplies_by_the_hadamard_matrix(order):
-    matrix = hadamard(order, torch.float64, "cpu")
-    assert torch.equal(matrix @ matrix.T, order * torch.eye(order, dtype=torch.float64))
-    x = torch.randn(5, order, dtype=torch.float64, generator=seeded())
-    torch.testing.assert_close(hadamard_transform(x), x @ matrix)
-
-
-def test_rows_of_a_whole_hadamard_block_are_orthonormal():
-    x = StructuredNoise.draw(128, 128, generator=seeded()).dense(torch.float64)
-    torch.testing.assert_close(x @ x.T, torch.eye(128, dtype=torch.float64))
-
-
-@pytest.mark.parametrize(("d", "order"), [(2, 128), (128, 128), (129, 256), (256, 256), (257, 512), (1024, 1024)])
-def test_a_block_is_the_least_power_of_two_that_holds_a_row(d, order):
-    """So that the rows of a block are orthogonal where d is a power of two."""
-    noise = StructuredNoise.draw(order + 1, d, generator=seeded())
-    assert (noise.order, len(noise.signs)) == (order, 2)
-
-
 def test_names_that_moved_here_are_still_in_geometry():
     assert geometry.sample_uniform is sample_uniform
-    assert geometry.StructuredNoise is StructuredNoise
-    assert geometry.hadamard is hadamard
-    assert geometry.hadamard_transform is hadamard_transform
     assert geometry.DIRECTIONS == ("joint", "i2t", "t2i")
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         geometry.nothing  # noqa: B018

@@ -76,15 +76,6 @@ inline void prefer_large_pages(void* begin, std::size_t bytes) {
 #endif
 }
 
-// Makes the pages of a fresh allocation exist, every thread its own part. For writers that stride over all of them: left to those,
-// the first stride would take every page fault, with the threads waiting for each other in the kernel.
-inline void touch_pages(void* begin, std::size_t bytes, int threads) {
-    constexpr std::int64_t page = 4096;
-    char* const at = static_cast<char*>(begin);
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (std::int64_t offset = 0; offset < static_cast<std::int64_t>(bytes); offset += page) *(volatile char*)(at + offset) = 0;
-}
-
 // Scratch floats, aligned to a page.
 class Scratch {
   public:

@@ -30,15 +30,12 @@ struct OtMatrix {
     std::int64_t ld() const { return (cols + kLeading - 1) / kLeading * kLeading; }
 };
 
-// One sphere's inner products. Noise is either dense rows, or a sequence of Hadamard blocks given by their signs alone.
+// One sphere's inner products.
 struct Factor {
-    const float* noise;    // [rows, dim], or null when structured
-    const float* data;     // [cols, dim]
+    const float* noise;  // [rows, dim]
+    const float* data;   // [cols, dim]
     std::int64_t dim;
     float weight;
-    const float* signs;    // [blocks, 3, order], +1 or -1; null when dense
-    const float* scale;    // [rows]: 1 over the norm of the first dim coordinates of H D1 H D2 H D3; null when dense
-    std::int64_t order;    // power of two >= dim; 0 when dense
 };
 
 struct Range {
@@ -92,7 +89,7 @@ struct CpuSolver {
 // The solver for this processor.
 GEOFLOW_DECLARE_KERNELS(CpuSolver, cpu_solver)
 
-// Only where has_avx512_bf16(): `build` from inner products of rows rounded to bfloat16, for dense noise; and index[i] = argmax_j P_ij
+// Only where has_avx512_bf16(): `build` from inner products of rows rounded to bfloat16; and index[i] = argmax_j P_ij
 // of such a matrix, in which entries of S within `margin` of a row's best are computed again in single precision.
 bool build_bfloat16(const OtMatrix& matrix, const Factor& image, const Factor& text, Cost cost, int threads, Poll poll, Range* range);
 void resolve_near_ties(const OtMatrix& matrix, const Factor& image, const Factor& text, Cost cost, double eps, const double* g,

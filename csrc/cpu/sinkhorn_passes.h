@@ -7,7 +7,6 @@
 #include <cstdint>
 
 #include "cpu/gemm.h"
-#include "cpu/hadamard.h"
 #include "cpu/simd.h"
 #include "cpu/sinkhorn_cpu.h"
 
@@ -129,16 +128,8 @@ bool build(const OtMatrix& matrix, const Factor& image, const Factor& text, int 
         }
         seen[thread_number()] = mine;
     };
-    bool done;
-    if (image.signs) {
-        const HadamardProduct products[2] = {{image.data, image.signs, image.scale, image.dim, image.order},
-                                             {text.data, text.signs, text.scale, text.dim, text.order}};
-        touch_pages(out, static_cast<std::size_t>(matrix.rows * ld) * sizeof(Element), threads);
-        done = hadamard_tiles(products, matrix.rows, matrix.cols, threads, poll, finish);
-    } else {
-        const Product products[2] = {{image.noise, image.data, image.dim}, {text.noise, text.data, text.dim}};
-        done = Dense::tiles(products, matrix.rows, matrix.cols, threads, poll, finish);
-    }
+    const Product products[2] = {{image.noise, image.data, image.dim}, {text.noise, text.data, text.dim}};
+    const bool done = Dense::tiles(products, matrix.rows, matrix.cols, threads, poll, finish);
     *range = merge(seen, threads);
     return done;
 }

@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from geoflow_fast.noise import StructuredNoise
 from geoflow_fast.ops.dispatch import Backend
 from geoflow_fast.runtime import processors
 
@@ -245,8 +244,8 @@ class TransportMatrix:
 
     def build(
         self,
-        image: tuple[Tensor | StructuredNoise, Tensor],
-        text: tuple[Tensor | StructuredNoise, Tensor],
+        image: tuple[Tensor, Tensor],
+        text: tuple[Tensor, Tensor],
         weights: tuple[float, float],
         arc: bool,
         kernel_eps: float | None,
@@ -260,8 +259,7 @@ class TransportMatrix:
         """
         self._matrix.kernel = kernel_eps is not None
         self._matrix.centre, self._matrix.eps = 0.0, kernel_eps or 1.0
-        kept = [self._factor(*pair, weight) for pair, weight in zip((image, text), weights)]
-        factors = (factor for factor, _ in kept)
+        factors = [self._factor(*pair, weight) for pair, weight in zip((image, text), weights)]
         low, high = _built().ot_build(self._matrix, *factors, arc=arc, bfloat16=bfloat16, threads=usable_threads())
         return low, high
 
@@ -277,32 +275,21 @@ class TransportMatrix:
     ) -> Tensor:
         """Column of each row, int64 [rows], where the plan is largest, of a matrix from rounded rows: what is within
         `margin` of the best score of its row is computed again."""
-        kept = [self._factor(*pair, weight) for pair, weight in zip((image, text), weights)]
+        factors = [self._factor(*pair, weight) for pair, weight in zip((image, text), weights)]
         index = torch.empty(self._shape[0], dtype=torch.int64, device="cpu")
         addresses = {"g": _address(g, "g", torch.float64), "index": index.data_ptr()}
-        factors = (factor for factor, _ in kept)
         threads = usable_threads()
         _built().ot_resolve(self._matrix, *factors, arc=arc, eps=eps, margin=margin, threads=threads, **addresses)
         return index
 
-    def _factor(self, noise: Tensor | StructuredNoise, data: Tensor, weight: float) -> tuple[Any, list[Tensor]]:
-        """The native factor, and the tensors that must outlive it."""
+    def _factor(self, noise: Tensor, data: Tensor, weight: float) -> Any:
+        """The native factor, which holds addresses: the tensors must outlive it."""
         rows, cols = self._shape
         width = data.shape[1]
         if data.shape != (cols, width) or noise.shape != (rows, width):
             raise ValueError(f"noise {tuple(noise.shape)} and data {tuple(data.shape)} do not fit {self._shape}")
-        common = {"data": _address(data, "data", torch.float32), "dim": width, "weight": weight}
-        if isinstance(noise, Tensor):
-            dense = {"noise": _address(noise, "noise", torch.float32), "signs": 0, "scale": 0, "order": 0}
-            return _built().OtFactor(**common, **dense), [noise, data]
-        signs, scale = noise.signs, noise.inverse_norm()
-        structured = {"noise": 0, "signs": _address(signs, "signs", torch.float32), "scale": 0, "order": noise.order}
-        if signs.shape != (-(-rows // noise.order), 3, noise.order) or width > noise.order:
-            raise ValueError(f"signs {tuple(signs.shape)} do not describe {rows} rows of width {width}")
-        if scale is None:
-            return _built().OtFactor(**common, **structured), [data, signs]
-        structured["scale"] = _address(scale, "scale", torch.float32)
-        return _built().OtFactor(**common, **structured), [data, signs, scale]
+        addresses = {"noise": _address(noise, "noise", torch.float32), "data": _address(data, "data", torch.float32)}
+        return _built().OtFactor(**addresses, dim=width, weight=weight)
 
     def load(self, cost: Tensor, offset: float) -> tuple[float, float]:
         """Fills the matrix with S = offset - cost [rows, cols]; returns its extremes, infinite if one entry is bad."""

@@ -18,10 +18,8 @@ from geoflow_fast.ops.transport import (
     HALF_SPAN,
     NAMES,
     Factors,
-    Noise,
     Problem,
     SinkhornSettings,
-    as_dense,
     make_problem,
     make_settings,
     warn_unconverged,
@@ -41,8 +39,8 @@ _BISECTIONS = 40
 
 
 def ot_assign(
-    image0: Noise,
-    text0: Noise,
+    image0: Tensor,
+    text0: Tensor,
     image1: Tensor,
     text1: Tensor,
     *,
@@ -57,8 +55,7 @@ def ot_assign(
 ) -> Tensor:
     """Couples noise pairs with data pairs by optimal transport: the data row for each noise row, int64 [B].
 
-    `image0` [B, d_I] and `text0` [B, d_T] are noise, `image1` and `text1` data, unit rows. The noise of both spheres
-    may also be a `geometry.StructuredNoise`, which replaces the matrix products of the cost by fast transforms.
+    `image0` [B, d_I] and `text0` [B, d_T] are noise, `image1` and `text1` data, unit rows.
     `assignment`: "argmax" (the paper: the largest entry of each row of the entropic plan), "sample" (a draw from each
     row, with `generator`) or "exact" (linear assignment without entropy, which uses every data row once).
     `cost`: "arc" (the paper: sum of the two arc lengths), "chord" or a matrix [B, B]; with a matrix the points only
@@ -160,8 +157,8 @@ def warn_if_unsolved(status: Tensor, eps: float) -> None:
 
 
 def couple(
-    image0: Noise,
-    text0: Noise,
+    image0: Tensor,
+    text0: Tensor,
     image1: Tensor,
     text1: Tensor,
     *,
@@ -235,8 +232,7 @@ def _c2ot(problem: Problem, generated: int, target_ratio: float, backend: str) -
     if not 0 < target_ratio <= 1:
         raise ValueError(f"target_ratio must be in (0, 1], got {target_ratio}")
     noise, data = problem.clouds()
-    moved = as_dense(noise[generated], data[0].dtype)
-    condition = data[1 - generated]
+    moved, condition = noise[generated], data[1 - generated]
     weight = condition_weight(moved, data[generated], condition, target_ratio)
     # In place of the condition stream's noise stands its data: the distance between conditions i and j.
     clouds = (condition, moved) if generated == 1 else (moved, condition)

@@ -13,7 +13,6 @@ from torch import Tensor
 from geoflow_fast.ops import dispatch, native
 from geoflow_fast.ops.transport import (
     Factors,
-    Noise,
     Problem,
     SinkhornSettings,
     make_problem,
@@ -92,8 +91,8 @@ def sinkhorn(
 
 
 def transport_cost(
-    image0: Noise,
-    text0: Noise,
+    image0: Tensor,
+    text0: Tensor,
     image1: Tensor,
     text1: Tensor,
     *,

@@ -11,12 +11,10 @@ from torch import Tensor
 
 from geoflow_fast.geometry import UNIT_TOLERANCE, capturing, check_rows
 from geoflow_fast.geometry import eps as check_dtype
-from geoflow_fast.noise import StructuredNoise
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.warn import warn_user
 
-Noise = Tensor | StructuredNoise
-Factors = tuple[Noise, Noise, Tensor, Tensor]
+Factors = tuple[Tensor, Tensor, Tensor, Tensor]
 Weights = tuple[float, float]
 
 COSTS = ("arc", "chord")
@@ -42,7 +40,7 @@ class Problem:
 
     cost: str
     matrix: Tensor | None
-    noise: tuple[Noise, Noise] | None
+    noise: tuple[Tensor, Tensor] | None
     data: tuple[Tensor, Tensor] | None
     weights: Weights
     shape: tuple[int, int]
@@ -50,7 +48,7 @@ class Problem:
     anchor: Tensor
     """A tensor that tells the device."""
 
-    def clouds(self) -> tuple[tuple[Noise, Noise], tuple[Tensor, Tensor]]:
+    def clouds(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """Noise and data, (image, text) each; only where no matrix was given."""
         if self.noise is None or self.data is None:
             raise ValueError("this transport problem was given as a matrix")
@@ -61,19 +59,14 @@ class Problem:
         if self.matrix is not None:
             return self.matrix
         noise, data = self.clouds()
-        image0, text0 = (as_dense(x, data[0].dtype) for x in noise)
-        return transport_cost_reference(image0, text0, *data, self.cost, self.weights)
+        return transport_cost_reference(*noise, *data, self.cost, self.weights)
 
     def flat(self) -> tuple[Any, ...]:
-        """The problem as tensors and numbers, which is what an operation takes; `Problem.of` reverses it.
-
-        Structured noise goes as its signs [blocks, 3, order], which have three dimensions where points have two.
-        """
+        """The problem as tensors and numbers, which is what an operation takes; `Problem.of` reverses it."""
         if self.matrix is not None:
             return self.matrix, None, None, None, self.shape[0], self.cost, *self.weights
         noise, data = self.clouds()
-        tensors = (x if isinstance(x, Tensor) else x.signs for x in noise)
-        return *data, *tensors, self.shape[0], self.cost, *self.weights
+        return *data, *noise, self.shape[0], self.cost, *self.weights
 
     @classmethod
     def of(
@@ -90,11 +83,7 @@ class Problem:
         pair = weights[0], weights[1]
         if text1 is None or image0 is None or text0 is None:
             return cls(cost, first, None, None, pair, (rows, first.shape[1]), first)
-        image, text = (
-            x if x.dim() == 2 else StructuredNoise(x, rows, data.shape[1])
-            for x, data in ((image0, first), (text0, text1))
-        )
-        return cls(cost, None, (image, text), (first, text1), pair, (rows, first.shape[0]), first)
+        return cls(cost, None, (image0, text0), (first, text1), pair, (rows, first.shape[0]), first)
 
 
 @dataclass(frozen=True)
@@ -209,19 +198,10 @@ def make_problem(cost: Tensor | str, factors: Factors | None, weights: Weights =
         raise ValueError(f"weights must be two finite numbers >= 0, not both 0, got {weights}")
     _check_clouds(factors)
     image0, text0, image1, text1 = factors
-    noise: tuple[Noise, Noise] = (image0, text0)
-    if isinstance(image0, Tensor) and isinstance(text0, Tensor):
-        noise = (image0.detach(), text0.detach())
-    elif isinstance(image0, Tensor) or isinstance(text0, Tensor):
-        noise = (as_dense(image0, image1.dtype), as_dense(text0, image1.dtype))
+    noise = image0.detach(), text0.detach()
     data = image1.detach(), text1.detach()
     shape = image0.shape[0], image1.shape[0]
     return Problem(cost, None, noise, data, (float(weights[0]), float(weights[1])), shape, data[0])
-
-
-def as_dense(noise: Noise, dtype: torch.dtype) -> Tensor:
-    """Noise as a plain tensor."""
-    return noise.detach() if isinstance(noise, Tensor) else noise.dense(dtype)
 
 
 def _checked_matrix(cost: Tensor) -> Tensor:
@@ -246,30 +226,28 @@ def _checked_matrix(cost: Tensor) -> Tensor:
 def _check_clouds(factors: Factors) -> None:
     """Types, devices, shapes and rows of the four clouds."""
     for name, x in zip(NAMES, factors):
-        if not isinstance(x, Tensor) and (name.endswith("1") or not isinstance(x, StructuredNoise)):
+        if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     first = factors[2]
     for name, x, twin, partner in zip(NAMES, factors, factors[2:] + factors[:2], (0, 0, 2, 2)):
         if x.device != first.device:
             raise ValueError(f"{name} is on {x.device}, but image1 is on {first.device}")
-        if isinstance(x, Tensor):
-            check_dtype(x.dtype)
-            if x.dtype != first.dtype:
-                raise TypeError(f"{name} is {x.dtype}, but image1 is {first.dtype}")
+        check_dtype(x.dtype)
+        if x.dtype != first.dtype:
+            raise TypeError(f"{name} is {x.dtype}, but image1 is {first.dtype}")
         if len(x.shape) != 2 or x.shape[0] == 0:
             raise ValueError(f"{name} must be [rows, width] with at least one row, got {tuple(x.shape)}")
         if len(twin.shape) == 2 and x.shape[1] != twin.shape[1]:
             raise ValueError(f"{name} has width {x.shape[1]}, but its twin has {twin.shape[1]}")
         if x.shape[0] != factors[partner].shape[0]:
             raise ValueError(f"{name} has {x.shape[0]} rows, but {NAMES[partner]} has {factors[partner].shape[0]}")
-    clouds = {name: x for name, x in zip(NAMES, factors) if isinstance(x, Tensor)}
-    if first.is_cuda and not capturing(first) and _are_unit(list(clouds.values())):
+    if first.is_cuda and not capturing(first) and _are_unit(factors):
         return
-    for name, x in clouds.items():
+    for name, x in zip(NAMES, factors):
         check_rows(x, name)
 
 
-def _are_unit(clouds: list[Tensor]) -> bool:
+def _are_unit(clouds: Factors) -> bool:
     """Whether `check_rows` has nothing to say about any of the clouds: a GPU is waited for once, not for each."""
     norms = torch.cat([torch.linalg.vector_norm(x.detach(), dim=1) for x in clouds])
     return bool(((norms - 1).abs() <= UNIT_TOLERANCE).all())

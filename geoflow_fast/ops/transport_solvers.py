@@ -18,7 +18,7 @@ from torch import Tensor
 
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.ops import native
-from geoflow_fast.ops.transport import Noise, Problem, SinkhornSettings, Span, as_dense
+from geoflow_fast.ops.transport import Problem, SinkhornSettings, Span
 
 # Largest |S - centre| / eps whose exponential the kernel domain may hold: float32 reaches e^+-87, float16 e^+-9.7.
 _KERNEL_REACH = {torch.float32: 80.0, torch.float16: 9.0}
@@ -290,15 +290,14 @@ def _rounding_of(problem: Problem) -> float:
 
 
 def _may_be_rounded(problem: Problem, settings: SinkhornSettings) -> bool:
-    """Whether rows in bfloat16 pay: on a processor with such a unit, for large dense problems whose plan hardly
-    changes."""
+    """Whether rows in bfloat16 pay: on a processor with such a unit, for large problems whose plan hardly changes."""
     if problem.matrix is not None or native.missing_bfloat16() is not None:
         return False
-    noise, data = problem.clouds()
-    dense = all(isinstance(x, Tensor) for x in noise) and all(x.dtype == torch.float32 for x in data)
+    _, data = problem.clouds()
+    single = all(x.dtype == torch.float32 for x in data)
     wide = min(x.shape[1] for x in data) >= _LEAST_ROUNDED_WIDTH
     large = problem.shape[0] * problem.shape[1] >= _LEAST_ROUNDED_ENTRIES
-    return dense and wide and large and _rounding_of(problem) <= _ROUNDING_SHARE * settings.eps
+    return single and wide and large and _rounding_of(problem) <= _ROUNDING_SHARE * settings.eps
 
 
 class CpuSolve:
@@ -364,7 +363,7 @@ class CpuSolve:
         if self._mended is None or uniform is not None:
             return self._matrix.assign(self._f, self._g, self._settings.eps, uniform)
         problem, (noise, data) = self._mended, self._mended.clouds()
-        pairs = [(as_dense(n, d.dtype).float().contiguous(), d.float().contiguous()) for n, d in zip(noise, data)]
+        pairs = [(n.float().contiguous(), d.float().contiguous()) for n, d in zip(noise, data)]
         arc, margin = problem.cost == "arc", _ROUNDING_SPREAD * _rounding_of(problem)
         return self._matrix.resolve(pairs[0], pairs[1], problem.weights, arc, self._g, self._settings.eps, margin)
 
@@ -382,8 +381,8 @@ class Panel(native.TransportMatrix):
 
     def build(
         self,
-        image: tuple[Noise, Tensor],
-        text: tuple[Noise, Tensor],
+        image: tuple[Tensor, Tensor],
+        text: tuple[Tensor, Tensor],
         weights: tuple[float, float],
         arc: bool,
         kernel_eps: float | None,
@@ -449,9 +448,7 @@ def load_scores(
         cost = problem.matrix if problem.matrix.dtype == torch.float32 else (problem.matrix - offset).float()
         return offset, *matrix.load(cost.contiguous(), offset if cost.dtype == problem.matrix.dtype else 0.0)
     noise, data = problem.clouds()
-    image, text = (
-        (n.float().contiguous() if isinstance(n, Tensor) else n, d.float().contiguous()) for n, d in zip(noise, data)
-    )
+    image, text = ((n.float().contiguous(), d.float().contiguous()) for n, d in zip(noise, data))
     offset = (math.pi / 2 if problem.cost == "arc" else 2.0) * sum(problem.weights)
     if kernel_eps is not None and not offset / kernel_eps <= _KERNEL_REACH[matrix.storage]:
         kernel_eps = None
@@ -551,6 +548,6 @@ def cuda_matrix(
     noise, data = problem.clouds()
     half = half_points or storage == torch.float16 or torch.get_float32_matmul_precision() != "highest"
     dtype = torch.float16 if half else torch.float32
-    image, text = ((as_dense(n, d.dtype).to(dtype).contiguous(), d.to(dtype).contiguous()) for n, d in zip(noise, data))
+    image, text = ((n.to(dtype).contiguous(), d.to(dtype).contiguous()) for n, d in zip(noise, data))
     transport.build(image, text, problem.weights, problem.cost == "arc")
     return transport, 0.0, Span(0.0, (math.pi if problem.cost == "arc" else 4.0) * sum(problem.weights), False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import itertools
 import time
 from collections import deque
@@ -25,7 +24,6 @@ from geoflow_fast.flow.curriculum import BatchPlan, draw_batch_plan
 from geoflow_fast.flow.fields import Streams
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.manifolds import manifold_of
-from geoflow_fast.noise import StructuredNoise
 from geoflow_fast.ops import native
 from geoflow_fast.ops.ot_assign import assign_late, warn_if_unsolved
 from geoflow_fast.runtime.late import LateValues
@@ -42,8 +40,6 @@ LANES, COUNTERS = NOISE_SCHEMES = ("lanes", "counters")
 A checkpoint names the scheme of its run, which stays the same on whatever device the run is continued."""
 PLANS = ("paper", "sample")
 """Couplings that are read from a transport plan."""
-
-Noise = Tensor | StructuredNoise
 
 
 def generator_for(seed: int, purpose: str, step: int) -> torch.Generator:
@@ -243,8 +239,6 @@ class BatchMaker:
         self.manifold = manifold_of(flow)
         self.device = next(flow.parameters()).device
         self.scheme = COUNTERS if self.device.type == "cuda" else LANES
-        if config.noise == "structured" and not self.manifold.unit_norm:
-            raise ValueError('noise="structured" lies on the sphere; the Euclidean twin needs noise="iid"')
         self.flow, self.pairs, self.config = flow, pairs, config
         self.rows = DeviceRows(pairs, self.device) if self.device.type == "cuda" else None
         self.solved: LateValues[float] = LateValues(self.device)
@@ -280,7 +274,7 @@ class BatchMaker:
             sent = send((*self.rows.numbers(index), own.t, own.direction, own.drop), self.device)
             data = self._in_flow(self.rows.gather(sent[:2], index))
             own = BatchPlan(sent[3], own.counts, sent[2], sent[4])
-        noise = self._noise(step) if config.noise == "iid" else (data[0].clone(), data[1].clone())
+        noise = self._noise(step)
         seconds = 0.0
         for rows, direction, rule in coupling_groups(plan.counts, config):
             seconds += self.couple_group(noise, data, rows, direction, rule, generator)
@@ -294,39 +288,28 @@ class BatchMaker:
     def couple_group(
         self, noise: Streams, data: Streams, rows: slice, direction: Direction, rule: str, generator: torch.Generator
     ) -> float:
-        """Reorders the data of a group of rows, in place, so that each row stands beside the noise it is coupled with;
-        structured noise is drawn here first. Returns how many seconds the coupling took."""
-        drawn: tuple[Noise, Noise] = noise[0][rows], noise[1][rows]
-        if self.config.noise == "structured":
-            drawn = self.structured_noise(rows.stop - rows.start, generator)
-            noise[0][rows], noise[1][rows] = dense(drawn[0]), dense(drawn[1])
+        """Reorders the data of a group of rows, in place, so that each row stands beside the noise it is coupled with.
+        Returns how many seconds the coupling took."""
         if rule == "independent":
             return 0.0
         start = time.perf_counter()
         own = data[0][rows], data[1][rows]
-        target = self.couple(drawn, own, direction, rule, generator)
+        target = self.couple((noise[0][rows], noise[1][rows]), own, direction, rule, generator)
         data[0][rows], data[1][rows] = own[0][target], own[1][target]
         return time.perf_counter() - start
 
     def couple(
         self,
-        noise: tuple[Noise, Noise],
+        noise: Streams,
         data: Streams,
         direction: Direction,
         rule: str,
         generator: torch.Generator,
     ) -> Tensor:
         """The data row that belongs to each noise row: int64 [B]."""
-        if not self.manifold.unit_norm:
-            noise = self.unit_noise(noise)
-        eps = self.config.sinkhorn_eps
-        if (
-            rule in PLANS
-            and self.device.type == "cuda"
-            and isinstance(noise[0], Tensor)
-            and native.missing_cuda() is None
-        ):
-            return self._couple_late((noise[0], dense(noise[1])), data, rule, generator)
+        noise, eps = self.unit_noise(noise), self.config.sinkhorn_eps
+        if rule in PLANS and self.device.type == "cuda" and native.missing_cuda() is None:
+            return self._couple_late(noise, data, rule, generator)
         return ops.couple(*noise, *data, coupling=rule, direction=direction, eps=eps, generator=generator)
 
     def _couple_late(self, noise: Streams, data: Streams, rule: str, generator: torch.Generator) -> Tensor:
@@ -342,10 +325,10 @@ class BatchMaker:
             self.solved.put(self.config.sinkhorn_eps, status)
         return target
 
-    def unit_noise(self, noise: tuple[Noise, Noise]) -> Streams:
-        """Noise as plain tensors scaled to unit norm. The data of the Euclidean twin have unit norm, so what tells
-        targets apart is the direction of its Gaussian noise."""
-        image, text = dense(noise[0]), dense(noise[1])
+    def unit_noise(self, noise: Streams) -> Streams:
+        """Noise scaled to unit norm. The data of the Euclidean twin have unit norm, so what tells targets apart is the
+        direction of its Gaussian noise."""
+        image, text = noise
         return (image, text) if self.manifold.unit_norm else (functional.normalize(image), functional.normalize(text))
 
     def validation(self, pairs: EmbeddingPairs, number: int) -> Batch:
@@ -356,11 +339,8 @@ class BatchMaker:
         plan = draw_batch_plan(rows, self.config.p_joint, 0.0, generator)
         # Directions are sorted, so the pairs must be shuffled.
         index = index[torch.randperm(rows, generator=generator, device="cpu").numpy()]
-        if self.config.noise == "structured":
-            image0, text0 = map(dense, self.structured_noise(rows, generator))
-        else:
-            normal = (torch.randn(rows, d, generator=generator, dtype=torch.float32, device="cpu") for d in self.widths)
-            image0, text0 = (self.manifold.from_normal(x).to(self.device, non_blocking=True) for x in normal)
+        normal = (torch.randn(rows, d, generator=generator, dtype=torch.float32, device="cpu") for d in self.widths)
+        image0, text0 = (self.manifold.from_normal(x).to(self.device, non_blocking=True) for x in normal)
         mine = np.arange(rows)[self.validation_rows]
         return self._interpolate((image0[mine], text0[mine]), self._load(pairs, index[mine]), plan.select(mine))
 
@@ -401,20 +381,9 @@ class BatchMaker:
         image, text = (self.manifold.from_normal(x).to(self.device, non_blocking=True) for x in streams)
         return image, text
 
-    def structured_noise(self, rows: int, generator: torch.Generator) -> tuple[StructuredNoise, StructuredNoise]:
-        """Hadamard blocks of noise for `rows` rows of both streams, drawn on the CPU."""
-        image, text = (StructuredNoise.draw(rows, d, generator=generator) for d in self.widths)
-        image, text = (dataclasses.replace(x, signs=x.signs.to(self.device, non_blocking=True)) for x in (image, text))
-        return image, text
-
     def _interpolate(
         self, noise: Streams, data: Streams, plan: BatchPlan, seconds: float = 0.0, *, check: bool = True
     ) -> Batch:
         t, codes, drop = (x.to(self.device) for x in (plan.t, plan.direction, plan.drop))
         points = self.manifold.interpolant(noise, data, t, codes, drop, check=check)
         return Batch(*points, t, codes, plan.counts, seconds)
-
-
-def dense(noise: Noise) -> Tensor:
-    """Noise as a plain tensor [B, d]."""
-    return noise if isinstance(noise, Tensor) else noise.dense()

@@ -52,10 +52,6 @@ class RankBatchMaker(BatchMaker):
         group = RankGroup(rows, self.owners, self.world)
         mine = group.local
         drawn = noise[0][mine], noise[1][mine]
-        if self.config.noise == "structured":
-            image, text = self.structured_noise(group.count, generator)
-            drawn = image.dense()[group.numbers], text.dense()[group.numbers]
-            noise[0][mine], noise[1][mine] = drawn
         own = data[0][mine], data[1][mine]
         local = self.config.ot_scope == "local"
         if rule == "independent" or (local and not len(own[0])):

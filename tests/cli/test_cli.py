@@ -421,7 +421,6 @@ def test_validation_pairs_are_those_of_the_head_too(run, monkeypatch):
         (["--head", "--preset", "tiny"], "--preset is a setting of the flow; leave it out with --head"),
         (["--head", "--coupling", "exact"], "--coupling is a setting of the flow"),
         (["--head", "--conditional-coupling", "c2ot"], "--conditional-coupling is a setting of the flow"),
-        (["--head", "--noise", "iid"], "--noise is a setting of the flow"),
         (["--head", "--ot-scope", "local"], "--ot-scope is a setting of the flow"),
         (["--head", "--centre"], "--centre is a setting of the flow"),
         (["--head", "--pca", "3"], "--pca is a setting of the flow"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from geoflow_fast import GalleryIndex, noise, ops
+from geoflow_fast import GalleryIndex, ops
 from tests.samples import unit
 
 ROWS, WIDTH, ITEMS = 12, 6, 40
@@ -22,9 +22,6 @@ def calls() -> dict[str, Callable[[str], object]]:
     times = torch.linspace(0, 1, ROWS)
     samples, gallery = unit(3, 5, WIDTH), unit(ITEMS, WIDTH, seed=9)
     bias, index = torch.linspace(-1, 1, ITEMS), GalleryIndex.build(gallery, 3)
-    structured = [
-        noise.StructuredNoise.draw(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)
-    ]
     return {
         "adaln": lambda b: ops.adaln(x, y[:1], z[:1], backend=b),
         "adaln_jvp": lambda b: ops.adaln_jvp(x, dx, y[:1], z[:1], backend=b),
@@ -44,7 +41,6 @@ def calls() -> dict[str, Callable[[str], object]]:
         "sinkhorn of a matrix": lambda b: ops.sinkhorn(x @ y.T, eps=0.02, backend=b),
         "transport_cost": lambda b: ops.transport_cost(x, y, z, w, backend=b),
         "ot_assign": lambda b: ops.ot_assign(x, y, z, w, eps=0.2, backend=b),
-        "ot_assign of structured noise": lambda b: ops.ot_assign(*structured, z, w, eps=0.2, backend=b),
         "ot_assign by drawing": lambda b: ops.ot_assign(x, y, z, w, eps=0.2, assignment="sample", backend=b),
         "exact assignment": lambda b: ops.ot_assign(x, y, z, w, assignment="exact", backend=b),
         "c2ot": lambda b: ops.couple(x, y, z, w, coupling="c2ot", direction="i2t", backend=b),

@@ -13,7 +13,6 @@ from torch.nn import functional
 
 import geoflow_fast as gf
 from geoflow_fast import ops
-from geoflow_fast.noise import StructuredNoise
 from geoflow_fast.ops import cross_residual, native
 from geoflow_fast.ops.adaln import adaln_rows
 from geoflow_fast.ops.gate_residual import gate_residual_rows
@@ -176,11 +175,6 @@ def solves(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 def transport_calls(points: tuple[Tensor, ...]) -> dict[str, tuple[Callable[..., object], tuple[object, ...]]]:
     """Functions of tensors that solve a transport problem, with their arguments."""
-    signs = tuple(StructuredNoise.draw(len(points[0]), x.shape[1]).signs for x in points[2:])
-
-    def structured(image: Tensor, text: Tensor, *data: Tensor) -> tuple[Tensor, ...]:
-        noise = (StructuredNoise(s, len(x), x.shape[1]) for s, x in zip((image, text), data))
-        return (ops.ot_assign(*noise, *data, eps=0.1),)
 
     def plan(*points: Tensor) -> tuple[Tensor, ...]:
         result = ops.sinkhorn("arc", points, eps=0.1)
@@ -188,7 +182,6 @@ def transport_calls(points: tuple[Tensor, ...]) -> dict[str, tuple[Callable[...,
 
     return {
         "ot_assign": (lambda *x: (ops.ot_assign(*x, eps=0.1),), points),
-        "structured": (structured, (*signs, *points[2:])),
         "given": (lambda cost, *x: (ops.ot_assign(*x, cost=cost, eps=0.1),), (torch.rand(9, 9), *points)),
         "couple": (lambda *x: (ops.couple(*x, eps=0.1),), points),
         "sinkhorn": (plan, points),
@@ -198,7 +191,7 @@ def transport_calls(points: tuple[Tensor, ...]) -> dict[str, tuple[Callable[...,
 
 @pytest.mark.own_default("dtype", reason="torch.compile does not trace changes of the default dtype")
 @pytest.mark.skipif(native.missing() is not None, reason="compiled extension is not built")
-@pytest.mark.parametrize("name", ["ot_assign", "structured", "given", "couple", "sinkhorn", "matrix"])
+@pytest.mark.parametrize("name", ["ot_assign", "given", "couple", "sinkhorn", "matrix"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_coupling_is_one_node_and_keeps_the_solver(name, backend, solves):
     function, arguments = transport_calls((unit(9, 12), unit(9, 5), unit(9, 12), unit(9, 5)))[name]

@@ -159,15 +159,11 @@ void check_interpolant(std::int64_t rows, std::int64_t image_dim, std::int64_t t
     });
 }
 
-void check_transport(std::int64_t rows, std::int64_t cols, std::int64_t dim, bool half, bool structured) {
+void check_transport(std::int64_t rows, std::int64_t cols, std::int64_t dim, bool half) {
     using namespace geoflow;
     const CpuSolver& solver = cpu_solver();
     const auto noise = unit_rows<float>(rows, dim), data = unit_rows<float>(cols, dim);
-    const std::int64_t order = structured ? 128 : 0;  // at least dim
-    std::vector<float> signs(structured ? (rows + order - 1) / order * 3 * order : 0), scale(rows, 1.0f);
-    for (float& sign : signs) sign = source() % 2 ? 1.0f : -1.0f;
-    const Factor factor{structured ? nullptr : noise.data(), data.data(),  dim, 1.0f, structured ? signs.data() : nullptr,
-                        structured ? scale.data() : nullptr,  order};
+    const Factor factor{noise.data(), data.data(), dim, 1.0f};
     std::vector<double> uniform(rows);
     for (double& u : uniform) u = (source() % 1000) / 1000.0;
     compare("transport", [&](int threads) {
@@ -213,8 +209,8 @@ void check_rounded_transport(std::int64_t rows, std::int64_t cols, std::int64_t 
     if (!has_avx512_bf16()) return;
     const auto image_noise = unit_rows<float>(rows, dim), image = unit_rows<float>(cols, dim);
     const auto text_noise = unit_rows<float>(rows, dim + 9), text = unit_rows<float>(cols, dim + 9);
-    const Factor factors[2] = {{image_noise.data(), image.data(), dim, 0.5f, nullptr, nullptr, 0},
-                               {text_noise.data(), text.data(), dim + 9, 0.5f, nullptr, nullptr, 0}};
+    const Factor factors[2] = {{image_noise.data(), image.data(), dim, 0.5f},
+                               {text_noise.data(), text.data(), dim + 9, 0.5f}};
     for (const Domain domain : {Domain::score, Domain::kernel})
         compare("transport in bfloat16", [&](int threads) {
             const double eps = 0.2, margin = 0.01;
@@ -338,10 +334,8 @@ int main(int count, char** arguments) {
         check_interpolant<double>(rows, 24, 17);
     }
     for (std::int64_t rows : {1, 7, 129, 400})
-        for (bool half : {false, true})
-            for (bool structured : {false, true}) check_transport(rows, rows + 3, 24, half, structured);
-    check_transport(1200, 1100, 16, false, false);  // enough entries for more than one thread
-    check_transport(1200, 1100, 16, true, true);
+        for (bool half : {false, true}) check_transport(rows, rows + 3, 24, half);
+    for (bool half : {false, true}) check_transport(1200, 1100, 16, half);  // enough entries for more than one thread
     for (std::int64_t rows : {1, 129, 1200})
         for (bool half : {false, true}) check_rounded_transport(rows, rows + 3, 40, half);
     for (std::int64_t rows : {2, 14, 258, 1030}) check_network(rows, 37, 2);

@@ -88,7 +88,7 @@ void galleries() {
 void transport() {
     constexpr std::int64_t rows = 90, cols = 77, dim = 24;
     const auto noise = unit_rows(rows, dim), data = unit_rows(cols, dim);
-    const Factor factor{noise.data(), data.data(), dim, 1.0f, nullptr, nullptr, 0};
+    const Factor factor{noise.data(), data.data(), dim, 1.0f};
     for (const bool half : {false, true}) {
         OtMatrix matrix{nullptr, rows, cols, half, Domain::score, 0.0, 1.0};
         std::vector<char> room(rows * matrix.ld() * 4 + 64);

@@ -166,9 +166,9 @@ def test_every_coupling_makes_valid_batches(coupling, conditional):
 
 @pytest.mark.parametrize(
     ("geometry", "change"),
-    [("sphere", {"noise": "structured"}), ("sphere", {"precision": "bfloat16"}), ("euclidean", {})],
+    [("sphere", {"precision": "bfloat16"}), ("euclidean", {})],
 )
-def test_training_works_with_other_noise_precision_and_geometry(geometry, change):
+def test_training_works_with_other_precision_and_geometry(geometry, change):
     shape = dataclasses.replace(SHAPE, geometry=geometry)
     config = dataclasses.replace(CONFIG, **change, steps=6, conditional_share=0.0, ramp_share=0.0)
     flow = new_flow(shape)
@@ -302,13 +302,12 @@ def test_the_learning_rate_follows_its_schedule_and_validation_is_the_same_every
     assert run.validate() == run.validate()
 
 
-@pytest.mark.parametrize("noise", ["iid", "structured"])
-def test_validation_shows_every_direction_pairs_from_everywhere(noise):
+def test_validation_shows_every_direction_pairs_from_everywhere():
     """Rows are sorted by direction, and pairs in files often by kind. A direction must not get one kind alone."""
     rows = 200
     image, text = (sample_uniform(rows, d, generator=torch.Generator().manual_seed(d)) for d in (6, 5))
     pairs = gf.EmbeddingPairs.from_arrays(image, text)
-    maker = make(dataclasses.replace(CONFIG, batch_size=rows, noise=noise), pairs=pairs)
+    maker = make(dataclasses.replace(CONFIG, batch_size=rows), pairs=pairs)
     batch = maker.validation(pairs, 0)
     i2t, joint, _ = batch.counts
     shown = {"i2t": batch.image[:i2t] @ image.T, "t2i": batch.text[i2t + joint :] @ text.T}  # the given stream is shown
@@ -563,9 +562,6 @@ def test_an_error_names_what_is_wrong_with_the_input(tmp_path):
     for change in ({"steps": 2.5}, {"seed": True}, {"log_every": "1"}):
         with pytest.raises(TypeError, match=f"{next(iter(change))} must be an integer"):
             dataclasses.replace(CONFIG, **change)
-    twin = new_flow(dataclasses.replace(SHAPE, geometry="euclidean"))
-    with pytest.raises(ValueError, match="Euclidean twin"):
-        gf.train(twin, some_pairs(), dataclasses.replace(CONFIG, noise="structured"))
     (tmp_path / "last.safetensors").write_bytes(b"not a checkpoint")
     with pytest.raises(ValueError, match="truncated or not a safetensors file"):
         gf.train(new_flow(), some_pairs(), CONFIG, out=tmp_path)
