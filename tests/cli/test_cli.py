@@ -26,6 +26,7 @@ from geoflow_fast.flow.sampling import FAST_SAMPLING
 from geoflow_fast.head import fitting
 from geoflow_fast.ops import native
 from geoflow_fast.training.loop import Run, TrainReport
+from tests.read_only import read_only
 
 COMMANDS = sorted(typer.main.get_command(app).commands)
 
@@ -306,6 +307,25 @@ def test_products_have_the_precision_that_is_asked_for(run, desk, monkeypatch, c
     code, _, err = run(*arguments, "--model", "flow", "--out", "float32.parquet", "--precision", "bfloat16")
     assert code == 2
     assert "not the result of this job" in err
+
+
+def test_commands_write_nothing_beside_what_they_read(run, desk):
+    assert run("train", *HEAD, "--points", 1, "--out", "head")[0] == 0
+    (desk / "data").mkdir()
+    for name in ("images.npy", "texts.npy", "pairs"):
+        (desk / name).rename(desk / "data" / name)
+    asked = ["--queries", "data/texts.npy", "--gallery", "data/images.npy"]
+    rerank = ["rerank", *asked, "--model", "flow", "--head", "head", "--steps", 2, "--held-out", "data/pairs"]
+    commands = {
+        "entropy": ["entropy", *asked, "--model", "head"],
+        "sampled": ["entropy", *asked, "--model", "flow", "--fast", "--steps", 2],
+        "density": ["density", "--pairs", "data/pairs", "--model", "flow", "--steps", 2],
+        "rerank": [*rerank, "--calibration", "c.json"],
+    }
+    with read_only(desk / "data"):
+        for name, command in commands.items():
+            code, _, err = run(*command, "--out", f"{name}.parquet")
+            assert code == 0, err
 
 
 @pytest.mark.usefixtures("desk")

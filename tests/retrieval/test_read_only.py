@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,41 +12,19 @@ import torch
 
 import geoflow_fast as gf
 from geoflow_fast.noise import sample_uniform
+from tests.read_only import read_only
 from tests.retrieval.test_evidence import hub_pairs, hub_world
-
-FOR_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
-locked_folders: list[Path] = []
-
-
-def refuse_writes(event: str, arguments: tuple[Any, ...]) -> None:
-    """An audit hook that makes `locked_folders` read-only, for root too."""
-    changes = event in ("os.mkdir", "os.rename", "os.remove", "os.link", "os.symlink", "os.truncate")
-    if not locked_folders or not (changes or (event == "open" and arguments[2] & FOR_WRITING)):
-        return
-    for path in arguments[:2]:
-        if isinstance(path, (str, Path)) and any(Path(path).is_relative_to(folder) for folder in locked_folders):
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
-
-
-sys.addaudithook(refuse_writes)
 
 
 @pytest.fixture
 def gallery_folder(tmp_path: Path) -> Iterator[Path]:
-    """A read-only folder with the shards of a gallery."""
+    """A folder with the shards of a gallery; it and the one above are read-only."""
     folder = tmp_path / "shards"
     folder.mkdir()
     for number, rows in enumerate(hub_world(800, 7)[0].split(500)):
         np.save(folder / f"items_{number}.npy", rows.numpy())
-    before = listing(tmp_path)
-    locked_folders.append(tmp_path)
-    yield folder
-    locked_folders.remove(tmp_path)
-    assert listing(tmp_path) == before
-
-
-def listing(folder: Path) -> dict[str, tuple[int, int]]:
-    return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in (folder, *folder.rglob("*"))}
+    with read_only(tmp_path):
+        yield folder
 
 
 def test_the_folder_is_read_only(gallery_folder):
