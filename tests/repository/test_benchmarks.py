@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import cases, compare, page
+from benchmarks import cases, compare, page, test_cost
 from benchmarks.cases import FOR_COMPARISON, PEER, Case, Contender
 from benchmarks.inputs import row_flops
 from benchmarks.limits import Limits, Work, copy_bandwidth, exp_rate, gemm_peak, read_bandwidth
@@ -25,7 +25,6 @@ ROOT = Path(__file__).parents[2]
 SUITE = """
 import torch
 from benchmarks.cases import PEER, Case, Contender, Scaling, each, each_size
-from benchmarks.conftest import *
 from benchmarks.limits import Limits, Work
 
 Limits.measure = classmethod(lambda cls: cls(1.0, 4e6, 1.0))
@@ -56,8 +55,9 @@ def pytest_in(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, page.Report]:
     """What pytest-benchmark prints and writes about a small suite."""
     folder = tmp_path_factory.mktemp("suite")
+    (folder / "conftest.py").write_text("from benchmarks.conftest import *")
     (folder / "test_suite.py").write_text(SUITE)
-    done = pytest_in(folder, "--benchmark-only", "--benchmark-json=times.json")
+    done = pytest_in(folder, "-ra", "--benchmark-only", "--benchmark-json=times.json")
     return done.stdout, json.loads((folder / "times.json").read_text())
 
 
@@ -160,6 +160,30 @@ def test_blocks_are_filled_and_words_stay(measured):
     assert f'"{measured[1]["machine_info"]["processor"]}"' in page.block("machine", measured[1])
     with pytest.raises(ValueError, match="'tabel x'"):
         page.block("tabel x", measured[1])
+
+
+def timed(group: str, contender: str, seconds: float, queries: int) -> dict[str, object]:
+    info = {"contender": contender, "kind": "ours", "queries": queries}
+    return {"name": "test_x", "group": group, "extra_info": info, "stats": {"median": seconds}}
+
+
+def test_costs_are_sums_of_parts_and_in_proportion_where_nothing_was_measured():
+    parts = {test_cost.FAST_SAMPLES: 2.0, test_cost.PAPER_SAMPLES: 8.0, test_cost.RERANKED: 4.0}
+    fixed = [timed("A network, d = 512", name, seconds, 10) for name, seconds in parts.items()]
+    passes = [
+        timed(f"d = 512, N = {items:,}", name, seconds * items / 10_000, 100)
+        for items in (10_000, 100_000)
+        for name, seconds in ((test_cost.SEARCH_PASS, 0.1), (test_cost.SCORING_PASS, 2.0))
+    ]
+    other = [timed("d = 1024, N = 10,000", test_cost.SEARCH_PASS, 7.0, 1)]
+    table = page.block("cost 512", {"benchmarks": fixed + passes + other})
+    assert table.splitlines()[2:] == [
+        "| plain search, geoflow_fast | 1 | 10 | *100* | *1,000* |",
+        "| plain search and `BayesReranker` | 401 | 410 | *500* | *1,400* |",
+        "| `RetrievalEntropy.fast` | 220 | 400 | *2,200* | *20,200* |",
+        "| `RetrievalEntropy`, the paper's settings | 825 | 1,050 | *3,300* | *25,800* |",
+    ]
+    assert page.block("cost 256", {"benchmarks": fixed + passes}) is None
 
 
 def test_every_block_of_the_page_belongs_to_a_benchmark():
