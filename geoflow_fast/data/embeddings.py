@@ -13,7 +13,7 @@ from torch import Tensor
 from geoflow_fast.data import tables
 from geoflow_fast.data.fingerprint import Fingerprint, embedded_by, refuse_other_encoder
 from geoflow_fast.data.ids import ID_COLUMN, Ids, stored_ids
-from geoflow_fast.data.rows import Array, Rows, in_shard_order, load_npy
+from geoflow_fast.data.rows import Array, Rows, in_shard_order, load_npy, one_series
 from geoflow_fast.runtime import checks
 
 IMAGE_FOLDER, TEXT_FOLDER = "img_emb", "text_emb"
@@ -103,8 +103,9 @@ def open_rows(path: Path, name: str, *, normalize: bool = False) -> Rows:
     """Opens a `.npy` file, or all `.npy` files of a folder in the order of the numbers in their names, memory-mapped;
     or the embeddings of a Parquet or Arrow file, of a folder of these, or of a dataset.
 
-    Files whose names differ only in the number at their end are shards, counted from 0 or 1 without a gap. Ids come
-    from the column `id` of a table, or from the files of ids in a folder of pairs.
+    The names of all files of a folder differ in numbers alone. Those that differ only in the number at their end are
+    shards, counted from 0 or 1 without a gap. Ids come from the column `id` of a table, or from the files of ids in a
+    folder of pairs.
     """
     source, column = tables.located(path)
     if tables.is_table(source) and (source.exists() or column is not None or not path.exists()):
@@ -122,7 +123,7 @@ def open_rows(path: Path, name: str, *, normalize: bool = False) -> Rows:
     if not files:
         raise FileNotFoundError(f"{name} folder {path} holds no .npy file")
     series: dict[str, list[Path]] = {}
-    for file in files:
+    for file in one_series(files):
         series.setdefault(re.sub(r"\d+$", "#", file.stem), []).append(file)
     for shards in series.values():
         if len(shards) > 1:

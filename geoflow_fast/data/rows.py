@@ -169,7 +169,8 @@ def _advise(part: Array, advice: str) -> None:
 
 def open_shards(folder: Path, name: str) -> Rows:
     """Opens the files `{name}_{number}.npy` of a folder, counted from 0 without a gap, memory-mapped."""
-    shards = in_shard_order(path for path in folder.glob(f"{name}_*.npy") if re.search(r"_\d+\.npy$", path.name))
+    files = sorted(path for path in folder.glob(f"{name}_*.npy") if re.search(r"_\d+\.npy$", path.name))
+    shards = in_shard_order(one_series(files))
     if not shards:
         raise FileNotFoundError(f"{folder} holds no {name}_0.npy")
     return Rows([load_npy(path, mapped=True) for path in shards], f"{folder}")
@@ -193,6 +194,22 @@ def in_shard_order(paths: Iterable[Path], *, from_one: bool = False) -> list[Pat
             missing = re.sub(r"\d+(?=\.\w+$)", str(expected), shards[number].name)
             raise FileNotFoundError(f"{shards[number].with_name(missing)} is missing between other shards")
     return [shards[number] for number in sorted(shards)]
+
+
+def one_series(paths: Iterable[Path]) -> list[Path]:
+    """The files, whose names may differ in numbers alone; a ValueError names two that differ in more, since they hold
+    different things."""
+    files = list(paths)
+    series: dict[str, Path] = {}
+    for path in files:
+        series.setdefault(re.sub(r"\d+", "#", path.stem) + path.suffix, path)
+    if len(series) > 1:
+        one, other, *_ = series.values()
+        raise ValueError(
+            f"{one.parent} holds several series of files, of which {one.name} and {other.name} are two; keep each in a "
+            "folder of its own"
+        )
+    return files
 
 
 def load_npy(path: Path, *, mapped: bool = False) -> NDArray[Any]:

@@ -11,6 +11,7 @@ import torch
 
 import geoflow_fast as gf
 from geoflow_fast.data import rows
+from geoflow_fast.runtime import parquet
 from geoflow_fast.training.batches import ShuffledBatches
 
 
@@ -216,6 +217,67 @@ def test_shards_that_do_not_match(tmp_path):
     with open(first, "wb") as file:
         np.savez(file, unit(2, 3))
     with pytest.raises(ValueError, match=r"img_emb_0\.npy is not a \.npy file"):
+        gf.EmbeddingPairs.open(folder)
+
+
+def save_matrix(path: Path) -> None:
+    np.save(path, unit(2, 3))
+
+
+def save_column(path: Path) -> None:
+    parquet.write_columns(path, {"embedding": unit(2, 3)}, 2)
+
+
+@pytest.mark.parametrize(
+    ("save", "names"),
+    [
+        (save_matrix, ("images_0.npy", "texts_0.npy")),
+        (save_matrix, ("images_0.npy", "images_1.npy", "texts_2.npy")),
+        (save_matrix, ("cats.npy", "dogs.npy")),
+        (save_column, ("images_0.parquet", "texts_1.parquet")),
+        (save_column, ("test-00000-of-00001.parquet", "train-00000-of-00001.parquet")),
+    ],
+)
+def test_a_folder_holds_one_series_of_files(tmp_path, save, names):
+    """Rows of images and of texts would otherwise be read as one gallery."""
+    for name in names:
+        save(tmp_path / name)
+    with pytest.raises(ValueError, match=f"{re.escape(names[0])} and {re.escape(names[-1])}"):
+        gf.Embeddings.open(tmp_path)
+    with pytest.raises(ValueError, match=f"{re.escape(names[0])} and {re.escape(names[-1])}"):
+        gf.Gallery(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("save", "names"),
+    [
+        (save_matrix, ("images_0.npy", "images_1.npy")),
+        (save_matrix, ("worker0_part0.npy", "worker0_part1.npy", "worker1_part0.npy")),
+        (save_matrix, ("part_0_of_2.npy", "part_1_of_2.npy")),
+        (save_column, ("images_1.parquet", "images_2.parquet")),
+        (save_column, ("train-00000-of-00002.parquet", "train-00001-of-00002.parquet")),
+    ],
+)
+def test_files_of_one_series_are_shards(tmp_path, save, names):
+    for name in names:
+        save(tmp_path / name)
+    assert len(gf.Embeddings.open(tmp_path)) == 2 * len(names)
+
+
+@pytest.mark.parametrize("side", ["img_emb", "text_emb"])
+def test_a_set_of_pairs_has_one_series_for_each_side(tmp_path, side):
+    folder = write_folder(tmp_path, unit(9, 3), unit(9, 3))
+    np.save(folder / side / f"{side}_old_7.npy", unit(3, 3))
+    with pytest.raises(ValueError, match=rf"{side}_0\.npy and {side}_old_7\.npy"):
+        gf.EmbeddingPairs.open(folder)
+
+
+def test_metadata_has_one_series(tmp_path):
+    folder = write_folder(tmp_path, unit(4, 3), unit(4, 3))
+    (folder / "metadata").mkdir()
+    for name in ("metadata_0", "other_1"):
+        parquet.write_columns(folder / "metadata" / f"{name}.parquet", {"image_index": np.arange(2)}, 2)
+    with pytest.raises(ValueError, match=r"metadata_0\.parquet and other_1\.parquet"):
         gf.EmbeddingPairs.open(folder)
 
 
