@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import mmap
+import os
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -30,6 +32,8 @@ RANDOM_ROWS = 64
 are touched, and a page fault also maps the cached pages around it, up to a huge page. The kernel's cache keeps them."""
 NPY_HEADER_BYTES = 10_000
 """Length of the longest `.npy` header that is read; numpy itself parses none that is longer."""
+MOST_COLUMNS = 1 << 31
+"""Width of the widest array without rows that is read."""
 
 Array = NDArray[np.floating]
 Index = NDArray[np.int64]
@@ -213,18 +217,44 @@ def one_series(paths: Iterable[Path]) -> list[Path]:
 
 
 def load_npy(path: Path, *, mapped: bool = False) -> NDArray[Any]:
-    """Returns the array of a `.npy` file, never unpickling anything. A ValueError names a file that is cut short."""
+    """Returns the array of a `.npy` file, never unpickling anything.
+
+    A ValueError names a file that is cut short, that holds no plain values, or whose header claims more than the file
+    holds. Nothing is allocated before that is known, so a file costs no more memory than its size.
+    """
     need_file(path)
-    with open(path, "rb") as file:
+    with open(path, "rb") as file, contents_of(path, "truncated or not a .npy file"):
         start = file.read(12)
-    if start[:2] == b"PK":
-        raise ValueError(f"{path} is not a .npy file but an archive of several arrays")
-    if start[:6] != b"\x93NUMPY" or len(start) < 12:
-        raise ValueError(f"{path} is truncated or not a .npy file: it does not begin as one")
-    length = int.from_bytes(start[8:10] if start[6] == 1 else start[8:12], "little")
-    if length > NPY_HEADER_BYTES:
-        raise ValueError(f"{path} is damaged: its header claims {length} bytes")
-    with contents_of(path, "truncated or not a .npy file"):
-        # The file is always mapped first: a header that claims more than the file holds then allocates nothing.
-        array: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
+        if start[:2] == b"PK":
+            raise ValueError(f"{path} is not a .npy file but an archive of several arrays")
+        if start[:6] != b"\x93NUMPY" or len(start) < 12:
+            raise ValueError(f"{path} is truncated or not a .npy file: it does not begin as one")
+        short = start[6] == 1
+        length = int.from_bytes(start[8:10] if short else start[8:12], "little")
+        if start[6] not in (1, 2, 3) or length > NPY_HEADER_BYTES:
+            raise ValueError(f"{path} is damaged: version {start[6]}, and its header claims {length} bytes")
+        file.seek(8)
+        read_header = np.lib.format.read_array_header_1_0 if short else np.lib.format.read_array_header_2_0
+        shape, by_columns, dtype = read_header(file)
+        offset = file.tell()
+        _check_claims(path, shape, dtype, os.fstat(file.fileno()).st_size - offset)
+        order: Literal["F", "C"] = "F" if by_columns else "C"
+        if not math.prod(shape):
+            return np.empty(shape, dtype, order)  # the system maps no empty range
+        array: NDArray[Any] = np.memmap(file, dtype, "r", offset, shape, order)
     return array if mapped else np.array(array)
+
+
+def _check_claims(path: Path, shape: tuple[int, ...], dtype: np.dtype[Any], held: int) -> None:
+    """Raises a ValueError unless a file that holds so many bytes of values can have this shape and type."""
+    if dtype.hasobject or dtype.names is not None or dtype.subdtype is not None:
+        raise ValueError(f"{path} holds {dtype}, not plain numbers or text")
+    if any(type(size) is not int or size < 0 for size in shape):
+        raise ValueError(f"{path} is damaged: its header claims the shape {shape}")
+    claimed = dtype.itemsize * math.prod(shape)
+    # Rows without a byte would cost nothing in the file and something in memory.
+    hollow = claimed == 0 and (shape[0] > 0 or max(shape) > MOST_COLUMNS)
+    if dtype.itemsize == 0 or hollow or claimed > held:
+        raise ValueError(
+            f"{path} is truncated or damaged: it claims {shape} of {dtype.str}, {claimed} bytes, but it holds {held}"
+        )

@@ -39,6 +39,7 @@ from geoflow_fast.runtime import parquet
 from geoflow_fast.runtime.files import JSON_BYTES, locked, read_json, read_toml, write_atomic
 from geoflow_fast.runtime.tensors import load_tensors, save_tensors
 from tests.decisions.helpers import search
+from tests.reliability.hostile import in_time
 
 
 class Bomb:
@@ -163,8 +164,10 @@ def little_memory():
     resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
-def npy_bytes(shape: Any, descr: Any = "<f4", *, version: int = 1, claimed: int | None = None) -> bytes:
-    header = repr({"descr": descr, "fortran_order": False, "shape": shape}).encode()
+def npy_bytes(
+    shape: Any, descr: Any = "<f4", *, version: int = 1, claimed: int | None = None, by_columns: bool = False
+) -> bytes:
+    header = repr({"descr": descr, "fortran_order": by_columns, "shape": shape}).encode()
     header += b" " * (-(len(header) + 11) % 64) + b"\n"
     length = len(header) if claimed is None else claimed
     size = length.to_bytes(2 if version == 1 else 4, "little")
@@ -184,6 +187,26 @@ def npy_bytes(shape: Any, descr: Any = "<f4", *, version: int = 1, claimed: int 
         npy_bytes((4, 4), [("a", "|O")]),
         npy_bytes((4, 4), "__import__('os').system('true')"),
         npy_bytes((1,), "<U2000000000"),
+        npy_bytes((4 * 10**9,), "|S0"),
+        npy_bytes((10**11,), "|S0"),
+        npy_bytes((4,), "<U0"),
+        npy_bytes((4,), "|V0"),
+        npy_bytes((10**11,), "|V0", by_columns=True),
+        npy_bytes((4 * 10**9, 0)),
+        npy_bytes((0, 2**62)),
+        npy_bytes((0, -1)),
+        npy_bytes((2**62, 0, 2**62)),
+        npy_bytes((10**9, 1024), by_columns=True),
+        npy_bytes((2**63,), "|S1"),
+        npy_bytes((17,)),
+        npy_bytes((17,), version=2),
+        npy_bytes((10**11,), "|S0", version=3),
+        npy_bytes((4,), [("a", "<f4")]),
+        npy_bytes((4,), [("a", "<f4", (2**40,))]),
+        npy_bytes((1,), "(1000000000,1000)f4"),
+        npy_bytes((1,), ("<f4", (4,))),
+        npy_bytes((4.0,)),
+        npy_bytes((4, 4), version=3, claimed=2**32 - 1),
         npy_bytes((4, 4), version=2, claimed=2**32 - 1),
         npy_bytes((4, 4), version=9),
         npy_bytes((4, 4), claimed=60_000),
@@ -199,8 +222,33 @@ def npy_bytes(shape: Any, descr: Any = "<f4", *, version: int = 1, claimed: int 
 def test_lying_npy_headers_are_refused_before_allocation(tmp_path, contents, mapped):
     path = tmp_path / "x.npy"
     path.write_bytes(contents)
-    with pytest.raises(ValueError, match=r"x\.npy"):
+    with pytest.raises(ValueError, match=r"x\.npy"), in_time(5):
         load_npy(path, mapped=mapped)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize(
+    ("contents", "dtype", "shape"),
+    [
+        (npy_bytes((4, 4)), "<f4", (4, 4)),
+        (npy_bytes((4, 4), by_columns=True), "<f4", (4, 4)),
+        (npy_bytes((2, 4), ">f8", version=2), ">f8", (2, 4)),
+        (npy_bytes((2, 4), "<f8", version=3), "<f8", (2, 4)),
+        (npy_bytes((4,), "<U4"), "<U4", (4,)),
+        (npy_bytes((64,), "|b1"), "|b1", (64,)),
+        (npy_bytes((3,)), "<f4", (3,)),
+        (npy_bytes((0,), "<i8"), "<i8", (0,)),
+        (npy_bytes((0, 512)), "<f4", (0, 512)),
+        (npy_bytes(()), "<f4", ()),
+    ],
+)
+def test_honest_npy_headers_are_read(tmp_path, contents, dtype, shape, mapped):
+    path = tmp_path / "x.npy"
+    path.write_bytes(contents)
+    array = load_npy(path, mapped=mapped)
+    assert array.dtype == np.dtype(dtype)
+    assert array.shape == shape
+    assert array.tolist() == np.load(path).tolist()
 
 
 def signed(header: dict[str, Any], data: bytes = b"") -> bytes:
