@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from geoflow_fast.data.rows import Index, load_npy
 from geoflow_fast.runtime import checks, hashing, parquet
 from geoflow_fast.runtime.files import contents_of
+from geoflow_fast.runtime.words import words_of
 
 ID_COLUMN = "id"
 GIVEN = {b"geoflow_ids": b"given"}
@@ -91,7 +92,7 @@ class Ids:
         """The numbers of the rows that have these `ids` [m]; a ValueError names one that no row has, or several.
         Ids of different kinds are compared as text."""
         as_text = not self.is_integer or ids.dtype.kind not in "iu"
-        known, wanted = (x.astype(str).astype(object) if as_text else x for x in (self.values, ids))
+        known, wanted = (words_of(x) if as_text else x for x in (self.values, ids))
         order = np.argsort(known, kind="stable")
         ranked = known[order]
         again = ranked[1:] == ranked[:-1]

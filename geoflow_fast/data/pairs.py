@@ -36,9 +36,17 @@ from geoflow_fast.data.rows import BLOCK_ROWS, Array, Index, Rows, load_npy, one
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.runtime import checks, parquet
 from geoflow_fast.runtime.files import contents_of, read_json, write_atomic, write_json, write_npy
+from geoflow_fast.runtime.words import words_of
 
 METADATA_FOLDER = "metadata"
 INDEX_FILE, GROUP_FILE, ABOUT_FILE = "image_index.npy", "image_group.npy", "pairs.json"
+OWN_FILES = "|".join(
+    [
+        rf"(?:{IMAGE_FOLDER}/{IMAGE_FOLDER}|{TEXT_FOLDER}/{TEXT_FOLDER})_\d+\.npy",
+        *map(re.escape, (INDEX_FILE, GROUP_FILE, ABOUT_FILE, IMAGE_IDS, TEXT_IDS)),
+    ]
+)
+"""What `EmbeddingPairs.save` writes into a folder, as a pattern."""
 SIDES = ("image", "text")
 """What the two sides of pairs are called unless they have other names."""
 COLUMN_ENDINGS = ("_embedding", "_emb", "_vector", "")
@@ -125,7 +133,7 @@ class EmbeddingPairs:
         for part in (image, text):
             part.check(normalize=normalize)
         shown = None if image_ids is None else tables.ids_of(table, image_ids, name)
-        group = None if shown is None else np.unique(shown.values.astype(str), return_inverse=True)[1]
+        group = None if shown is None else np.unique(words_of(shown.values), return_inverse=True)[1]
         image.ids = image.ids if shown is None else shown
         pairs = cls._pair(image, text, None, group, name)
         pairs.sides = sides

@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 
 from geoflow_fast.data.ids import ID_COLUMN, Ids
 from geoflow_fast.data.rows import in_shard_order, one_series
-from geoflow_fast.runtime import parquet
+from geoflow_fast.runtime import parquet, unpacked
 from geoflow_fast.runtime.files import contents_of, need_file, read_json
 
 ARROW_SUFFIXES = (".arrow", ".feather", ".ipc")
 SUFFIXES = (".parquet", *ARROW_SUFFIXES)
+ARROW_MAGIC = b"ARROW1\0\0"
 ENCODERS_KEY, SIDES_KEY = b"geoflow_encoders", b"geoflow_sides"
 """Under these keys the schema of a table has the encoders of its columns of embeddings, and the names of its sides."""
 DATASET_FILE, SPLITS_FILE = "state.json", "dataset_dict.json"
@@ -62,6 +63,10 @@ def open_table(path: Path, columns: Iterable[str] | None = None) -> Any:
             raise ValueError(
                 f"{path}: its files differ in their columns, {part.schema.names} and {parts[0].schema.names}"
             )
+    if (
+        len({part.schema.remove_metadata() for part in parts}) > 1
+    ):  # one file may hold in a dictionary what others spell
+        parts = [parquet.as_text(part) for part in parts]
     return pyarrow.concat_tables(parts, promote_options="permissive")
 
 
@@ -73,10 +78,8 @@ def columns_of(path: Path) -> dict[str, Any]:
     if file.suffix.lower() == ".parquet":
         need_file(file)
         with contents_of(file, parquet.DAMAGED):
-            schema = pyarrow.parquet.read_schema(file)
-    else:
-        schema = open_table(file).schema
-    return {field.name: field.type for field in schema}
+            return {field.name: field.type for field in pyarrow.parquet.read_schema(file)}
+    return {field.name: field.type for field in open_table(file).schema}
 
 
 def _files_of(folder: Path) -> list[Path]:
@@ -105,6 +108,8 @@ def _files_of(folder: Path) -> list[Path]:
 
 
 def _open_file(path: Path, columns: list[str] | None) -> Any:
+    """The table of one file. A file of Arrow is mapped; a ValueError names one whose compressed buffers or empty rows
+    would unpack to far more than it holds, before they are unpacked."""
     if path.suffix.lower() == ".parquet":
         return parquet.read_table(path, columns)
     import pyarrow
@@ -112,12 +117,18 @@ def _open_file(path: Path, columns: list[str] | None) -> Any:
     need_file(path)
     with contents_of(path, "damaged or not Arrow"):
         source = pyarrow.memory_map(str(path))
-        try:
-            table = pyarrow.ipc.open_file(source).read_all()
-        except pyarrow.ArrowInvalid:  # a stream, as `datasets` writes them
-            source.seek(0)
-            table = pyarrow.ipc.open_stream(source).read_all()
-    return table if columns is None else table.select(columns)
+        # A file of Arrow is a stream, as `datasets` writes it, between its magic words and a list of its parts.
+        begin = len(ARROW_MAGIC) if source.read(len(ARROW_MAGIC)) == ARROW_MAGIC else 0
+        budget = unpacked.Budget(source.size())
+        source.seek(begin)
+        unpacked.arrow_messages(source, budget)
+        source.seek(begin)
+        table = pyarrow.ipc.open_stream(source).read_all()
+        table = table if columns is None else table.select(columns)
+        for name, column in zip(table.column_names, table.columns):
+            parquet.check_values(column, f"column {name!r}")
+            budget.take_text(name, unpacked.text_bytes(column))
+    return table
 
 
 def table_of(source: Any, name: str) -> Any:
@@ -208,7 +219,8 @@ def ids_of(table: Any, column: str | None, name: str) -> Ids | None:
     if values.null_count:
         row = int(np.asarray(values.is_null()).argmax())
         raise ValueError(f"{name}: column {column!r} has no id in row {row}")
-    return Ids.given(parquet.as_array(values), len(values), f"{name}: column {column!r}")
+    name = f"{name}: column {column!r}"
+    return Ids.given(parquet.as_array(parquet.check_values(values, name)), len(values), name)
 
 
 def encoder_of(table: Any, column: str) -> Any:

@@ -23,6 +23,7 @@ from geoflow_fast.decisions.reference import Reference
 from geoflow_fast.decisions.rules import Rule
 from geoflow_fast.decisions.tables import Table, read
 from geoflow_fast.runtime import checks
+from geoflow_fast.runtime.words import words_of
 
 WINDOW, EVERY, FALSE_ALARMS = 500, 100, 0.05
 MISSING, SCORES, HITS, EMBEDDINGS = "missing items", "scores", "hits", "embeddings"
@@ -445,7 +446,7 @@ def _numbered(items: NDArray[Any]) -> NDArray[np.int64]:
         return items.astype(np.int64)
     there = np.array([[item is not None and item != -1 for item in row] for row in items])
     numbers = np.full(items.shape, -1, np.int64)
-    numbers[there] = np.unique(items[there].astype(str), return_inverse=True)[1]
+    numbers[there] = np.unique(words_of(items[there]), return_inverse=True)[1]
     return numbers
 
 

@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from geoflow_fast.runtime import checks
+import numpy as np
+
+from geoflow_fast.runtime import checks, parquet
 from geoflow_fast.runtime.extras import needs
-from geoflow_fast.runtime.files import contents_of
-from geoflow_fast.runtime.parquet import DAMAGED
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -305,23 +305,21 @@ def _csv_rows(
 
 
 def _parquet_rows(table: Path, path_column: str, caption_column: str) -> Iterator[tuple[int, Any, list[str | None]]]:
-    import pyarrow.parquet
-
-    with contents_of(table, DAMAGED):
-        file = pyarrow.parquet.ParquetFile(table)
-    with file:
-        _check_columns(table, file.schema_arrow.names, path_column, caption_column)
-        for column in filter(None, (path_column, caption_column)):
-            kind = str(file.schema_arrow.field(column).type)
-            lists = column == caption_column and kind.startswith(("list<", "large_list<"))
-            if "string" not in kind or not (lists or kind in ("string", "large_string", "string_view")):
-                raise ValueError(f"{table}: column {column} holds {kind}, not strings")
-        number = 0
-        for batch in file.iter_batches(columns=[name for name in (path_column, caption_column) if name]):
-            for row in batch.to_pylist():
-                number += 1
-                captions = row.get(caption_column) if caption_column else []
-                yield number, row[path_column], captions if isinstance(captions, list) else [captions]
+    wanted = [name for name in (path_column, caption_column) if name]
+    types = parquet.column_types(table)
+    _check_columns(table, [name for name, _ in types], path_column, caption_column)
+    for column, kind in types:
+        lists = column == caption_column and kind.startswith(("list<", "large_list<"))
+        plain = kind in ("string", "large_string", "string_view")
+        if column in wanted and ("string" not in kind or not (lists or plain)):
+            raise ValueError(f"{table}: column {column} holds {kind}, not strings")
+    number = 0
+    for batch in parquet.batches(table, wanted):
+        paths = parquet.as_array(batch[path_column])
+        captions = parquet.as_array(batch[caption_column]) if caption_column else [()] * len(paths)
+        for path, known in zip(paths, captions):
+            number += 1
+            yield number, path, list(known) if isinstance(known, (tuple, np.ndarray)) else [known]
 
 
 def _check_columns(table: Path, names: list[str], path_column: str, caption_column: str) -> None:

@@ -17,6 +17,7 @@ from geoflow_fast.decisions.rules import ITEMS, Rule
 from geoflow_fast.decisions.trust import Trust
 from geoflow_fast.runtime import parquet
 from geoflow_fast.runtime.files import contents_of
+from geoflow_fast.runtime.words import words_of
 
 SMALLEST = 1e-12
 """Probabilities below this count as this, before their logarithm is taken."""
@@ -164,9 +165,9 @@ def labels_from_qrels(lists: ResultLists, path: Path) -> Array:
 def _coded(judged: Array, wanted: Array) -> tuple[Array, Array]:
     """Numbers for the ids of both arrays, equal for equal ids. Ids of different types are compared as text."""
     if (judged.dtype.kind in "iu") != (wanted.dtype.kind in "iu"):
-        judged, wanted = judged.astype(str), wanted.astype(str)
+        judged, wanted = words_of(judged), words_of(wanted)
     both = np.concatenate((judged, wanted))
-    code = np.unique(both.astype(str) if both.dtype == object else both, return_inverse=True)[1]
+    code = np.unique(words_of(both) if both.dtype == object else both, return_inverse=True)[1]
     return code[: len(judged)], code[len(judged) :]
 
 

@@ -22,7 +22,7 @@ from geoflow_fast.data.ids import Ids
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.runtime.files import LOCK_FILE, contents_of, locked, read_json, write_atomic, write_json
 from geoflow_fast.runtime.interrupt import stop_on_interrupt
-from geoflow_fast.runtime.parquet import DAMAGED, write_columns
+from geoflow_fast.runtime.parquet import read_table, write_columns
 from geoflow_fast.runtime.progress import Advance, progress_bar
 
 FACTS_FILE = "job.json"
@@ -77,16 +77,24 @@ class Job:
 
     def finished(self) -> bool:
         """Tells whether `out` exists and was made by a job with these facts."""
+        return self.left()[0] == self.facts
+
+    def left(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        """The facts of the jobs that made `out` and the blocks beside it; None where there are none."""
+        return self._facts_of_out(), read_facts(self.folder / FACTS_FILE)
+
+    def _facts_of_out(self) -> dict[str, Any] | None:
         import pyarrow.parquet
 
         if not self.out.is_file():
-            return False
+            return None
         try:
             with contents_of(self.out):
                 metadata = pyarrow.parquet.read_schema(self.out).metadata or {}
-                return FACTS_KEY in metadata and json.loads(metadata[FACTS_KEY]) == self.facts
+                facts = json.loads(metadata[FACTS_KEY]) if FACTS_KEY in metadata else None
         except ValueError:  # not Parquet, or without facts that can be read: the file is not ours
-            return False
+            return None
+        return facts if isinstance(facts, dict) else None
 
     def run(
         self,
@@ -175,8 +183,7 @@ class Job:
         with contextlib.ExitStack() as closed:
             writer = None
             for rows, path in self._blocks():
-                with contents_of(path, DAMAGED):
-                    table = pyarrow.parquet.read_table(path)
+                table = read_table(path, as_stored=True)
                 if table.num_rows != len(rows):
                     raise ValueError(f"{path} holds {table.num_rows} rows, not {len(rows)}; remove it and run again")
                 if writer is None:
