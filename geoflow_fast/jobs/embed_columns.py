@@ -7,6 +7,7 @@ can be continued; the file appears whole at the end.
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,16 +16,16 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from geoflow_fast.data import tables
 from geoflow_fast.data.fingerprint import Fingerprint
 from geoflow_fast.data.ids import Ids
 from geoflow_fast.encoders.protocol import Encoder, check_sequence
 from geoflow_fast.geometry import unit_rows
+from geoflow_fast.jobs import identity
 from geoflow_fast.jobs.embed import DTYPES
 from geoflow_fast.jobs.job import Job
-from geoflow_fast.runtime import checks, hashing, parquet
+from geoflow_fast.runtime import checks, parquet
 from geoflow_fast.runtime.files import contents_of, need_file
 from geoflow_fast.runtime.progress import Advance
 
@@ -32,6 +33,9 @@ COLUMN = "embedding"
 BLOCK_ROWS = 4096
 """Rows per block. A kill loses at most the work on one block."""
 FORMAT = 1
+IDENTITY, UNKNOWN = "identity", "not known:"
+"""The fact that tells a function from others of its name; and what stands there, with a number that never returns, if
+nothing tells."""
 TEXT_COLUMNS = ("text", "caption", "query", "sentence")
 """Columns of texts that need not be named."""
 
@@ -87,6 +91,11 @@ def embed_sides(
     side belongs to item k of the other. The first side takes the place that images have elsewhere. The columns are
     `id` and, for each side, `NAME_embedding`; `gf.EmbeddingPairs.open` reads the file. Keywords are those of
     `embed_texts`.
+
+    A finished file is returned, and a job that was killed continued, only if its items and encoders are the same: items
+    by their contents, files by name, size and modification time, encoders by `facts()`, functions by their code and all
+    that it refers to. Where that cannot be known, as of instances of other classes, everything is computed again; a
+    function may have a method `facts` that tells what it is.
     """
     if not isinstance(sides, Mapping) or len(sides) != 2:
         raise TypeError("sides must be two, by name: {'audio': (items, encode), 'text': (items, encode)}")
@@ -129,7 +138,7 @@ def _embed(
     for name, (items, encode) in columns.items():
         _refuse_empty_texts(name, items, encode)
     facts = {"task": "embed columns", "format": FORMAT, "dtype": dtype, "batch_size": batch_size, "encoders": encoders}
-    facts["items"] = {name: digest_of(items) for name, (items, _) in columns.items()}
+    facts["items"] = {name: _or_unknown(identity.of_items, items) for name, (items, _) in columns.items()}
     prints = {name: Fingerprint.of(known).to_json() for name, known in encoders.items()}
     about = {tables.ENCODERS_KEY: json.dumps(prints).encode()}
     if sides is not None:
@@ -150,29 +159,40 @@ def _embed(
     block = max(1, BLOCK_ROWS // batch_size) * batch_size
     path.parent.mkdir(parents=True, exist_ok=True)
     job = Job(path, count, block, facts, numbered="id", ids=names, about=about)
-    job.run(compute, overwrite=overwrite, unit="rows", progress=progress)
+    # Work that may or may not be the same is done again.
+    again = _is_unknown(facts) and any(_known(left) == _known(job.facts) for left in job.left() if left is not None)
+    job.run(compute, overwrite=overwrite or again, unit="rows", progress=progress)
     return count
 
 
 def facts_of(encode: Encode) -> dict[str, Any]:
-    """What is known of an encoder, or the name of a function, which may have a method `facts` of its own."""
+    """What is known of an encoder, which its method `facts` tells; of a function its name and a digest of all that it
+    consists of, or UNKNOWN."""
     known = getattr(encode, "facts", None)
     if callable(known):
         return dict(known())
     if not callable(encode):
         raise TypeError(f"an encoder or a function is needed, got {type(encode).__name__}")
-    return {"encoder": f"{encode.__module__}.{getattr(encode, '__qualname__', type(encode).__name__)}"}
+    name = f"{encode.__module__}.{getattr(encode, '__qualname__', type(encode).__name__)}"
+    return {"encoder": name, IDENTITY: _or_unknown(identity.of_function, encode)}
 
 
-def digest_of(items: Sequence[Any]) -> str:
-    """A digest of texts, bytes, paths, arrays and tensors; of other items their types and number alone."""
-    parts: list[Any] = []
-    for item in items:
-        if isinstance(item, (Tensor, np.ndarray)):
-            parts.append(hashing.digest([item]))
-        else:
-            parts.append(str(item) if isinstance(item, (str, bytes, Path, int, float)) else type(item).__name__)
-    return hashing.fingerprint({"items": parts})
+def _or_unknown(digest: Callable[[Any], str], value: Any) -> str:
+    try:
+        return digest(value)
+    except identity.Unknown:
+        return f"{UNKNOWN} {secrets.token_hex(16)}"
+
+
+def _is_unknown(facts: Any) -> bool:
+    return UNKNOWN in json.dumps(facts)
+
+
+def _known(facts: Any) -> Any:
+    """Facts without those that tell nothing."""
+    if isinstance(facts, Mapping):
+        return {key: _known(value) for key, value in facts.items()}
+    return UNKNOWN if isinstance(facts, str) and facts.startswith(UNKNOWN) else facts
 
 
 def _encode(encode: Encode, items: list[Any]) -> Any:
