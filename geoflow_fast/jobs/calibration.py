@@ -11,7 +11,7 @@ import dataclasses
 import errno
 import hashlib
 import math
-import shutil
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from geoflow_fast.data.pairs import EmbeddingPairs
+from geoflow_fast.data.pairs import INDEX_FILE, OWN_FILES, EmbeddingPairs
 from geoflow_fast.directions import CONDITIONAL, Direction
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.flow.model import GeoFlow, flow_digest
@@ -32,11 +32,19 @@ from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.retrieval.rerank import BayesReranker
 from geoflow_fast.retrieval.task import RetrievalTask, drawn_rows
 from geoflow_fast.runtime import hashing
-from geoflow_fast.runtime.files import contents_of, locked, read_json, write_json
+from geoflow_fast.runtime.files import LOCK_FILE, contents_of, locked, read_json, refuse_foreign, remove_own, write_json
 from geoflow_fast.runtime.progress import Announce
 from geoflow_fast.training.loop import CHECKPOINT_FILE
 
 CALIBRATION_FOLDER, HELD_OUT_FOLDER, SETTINGS_FILE = "calibration", "held_out", "settings.json"
+OWN = "|".join(
+    [
+        re.escape(SETTINGS_FILE),
+        re.escape(LOCK_FILE),
+        rf"(?:{HELD_OUT_FOLDER}|\.{HELD_OUT_FOLDER}\.tmp)/(?:{OWN_FILES})",
+    ]
+)
+"""What is stored in the folder, as a pattern. Nothing else is ever removed."""
 KIND, VERSION = "calibration of a trained model", 1
 FEWEST_IMAGES, USUAL_IMAGES, MOST_IMAGES = 60, 100, 1000
 """Images that are held out: with fewer a calibration would often lack the 50 queries it needs, with more it would gain
@@ -224,11 +232,13 @@ def forget_calibration(out: Path) -> None:
         return
     with locked(out):
         folder = out / CALIBRATION_FOLDER
+        if folder.exists():
+            refuse_foreign(folder, OWN)
         (folder / SETTINGS_FILE).unlink(missing_ok=True)
         for file in [*out.glob("rerank_*.json"), *out.glob("rerank_*.bank.safetensors")]:
             file.unlink()
         if folder.exists():
-            shutil.rmtree(folder)
+            remove_own(folder, OWN, SETTINGS_FILE)
 
 
 def _write_held_out(held_out: EmbeddingPairs, out: Path, facts: HeldOutPairs) -> None:
@@ -236,7 +246,7 @@ def _write_held_out(held_out: EmbeddingPairs, out: Path, facts: HeldOutPairs) ->
     folder = out / CALIBRATION_FOLDER
     whole = folder / HELD_OUT_FOLDER
     if whole.exists():
-        shutil.rmtree(whole)
+        remove_own(whole, OWN_FILES, INDEX_FILE)
     folder.mkdir(parents=True, exist_ok=True)
     write_part(held_out, whole)
     StoredCalibration(out, facts).write()

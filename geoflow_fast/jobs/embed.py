@@ -14,7 +14,7 @@ import io
 import itertools
 import json
 import os
-import shutil
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,9 @@ from geoflow_fast.jobs.shard import EmbedSettings, Shard, prepared_samples
 from geoflow_fast.runtime import checks, parquet
 from geoflow_fast.runtime.files import (
     LOCK_FILE,
+    foreign_file,
     locked,
+    remove_own,
     sync_folder,
     temporaries_of,
     write_atomic,
@@ -52,6 +54,15 @@ IMAGE_PRE, TEXT_PRE, IMAGE_METADATA = "img_pre", "text_pre", "img_metadata"
 RESULT_FILE, SKIPPED_FILE, PROJECTIONS_FILE = "embed.json", "skipped.csv", "projections.safetensors"
 PROJECTIONS_KIND = "projections"
 DTYPES = ("float32", "float16")
+OWN = "|".join(
+    (
+        rf"(?P<rows>{IMAGE_FOLDER}|{TEXT_FOLDER}|{IMAGE_PRE}|{TEXT_PRE})/(?P=rows)_\d+\.npy",
+        rf"(?P<table>{METADATA_FOLDER}|{IMAGE_METADATA})/(?P=table)_\d+\.parquet",
+        r"shard_\d+\.(done|part)",
+        *map(re.escape, (INDEX_FILE, RESULT_FILE, SKIPPED_FILE, PROJECTIONS_FILE, FACTS_FILE, LOCK_FILE)),
+    )
+)
+"""What a job makes in its folder, as a pattern. Nothing else is ever removed."""
 
 
 @dataclass(frozen=True)
@@ -163,15 +174,18 @@ class _EmbedJob:
             raise NotADirectoryError(f"{self.out} is a file; the output is a folder")
         taken = self.out.is_dir() and any(self.out.iterdir())
         if taken and self._finished() is None:
-            if not (self.out / RESULT_FILE).is_file():
+            if not _is_ours(self.out / RESULT_FILE):
                 raise FileExistsError(f"{self.out} holds something that geoflow embed did not make; move it")
             if not overwrite:
                 raise FileExistsError(f"{self.out} is not the result of this job; move it, or ask to overwrite")
+            _refuse_foreign(self.out)
+        if self._finished() is None and (self.replaced.exists() or self.replaced.is_symlink()):
+            _refuse_foreign(self.replaced, RESULT_FILE)
         left = read_facts(self.folder / FACTS_FILE)
-        # A job that is killed at once may leave only these files.
-        begun = {LOCK_FILE, *(path.name for path in temporaries_of(self.folder / FACTS_FILE))}
-        if left is None and self.folder.is_dir() and {path.name for path in self.folder.iterdir()} - begun:
-            raise FileExistsError(f"{self.folder} holds something that geoflow embed did not make; move it")
+        if self.folder.exists():
+            # A job that is killed at once may leave only these files.
+            begun = {LOCK_FILE, *(path.name for path in temporaries_of(self.folder / FACTS_FILE))}
+            _refuse_foreign(self.folder, *([FACTS_FILE] if {x.name for x in self.folder.iterdir()} - begun else []))
         # Without encoded rows nothing is lost, so that a batch which was too large may be made smaller.
         if not overwrite and left is not None and left != self.facts and _progress_files(self.folder):
             refuse_other_job(self.folder, left, self.facts)
@@ -247,7 +261,7 @@ class _EmbedJob:
         skipped = [*self.source.rejected, *(Skipped(*item) for shard in done for item in shard["skipped"])]
         images, texts = (sum(shard[kind] for shard in done) for kind in ("images", "texts"))
         if images == 0:
-            shutil.rmtree(self.folder)
+            remove_own(self.folder, OWN, FACTS_FILE)
             first = next(item for item in skipped if item.part == "image")
             raise ValueError(f"none of {len(self.source)} images could be embedded; {first.item}: {first.reason}")
         if self.source.has_captions:
@@ -266,8 +280,7 @@ class _EmbedJob:
 
     def _publish(self) -> None:
         """Renames the finished folder to `out`; the former contents of `out` are removed last."""
-        if self.replaced.is_dir():
-            shutil.rmtree(self.replaced)
+        self._remove_replaced()
         if self.out.is_dir() and any(self.out.iterdir()):
             os.replace(self.out, self.replaced)
         os.replace(self.folder, self.out)
@@ -278,8 +291,12 @@ class _EmbedJob:
         """Removes what only an unfinished job needs."""
         for path in [*_progress_files(self.out), self.out / FACTS_FILE, self.out / LOCK_FILE]:
             path.unlink(missing_ok=True)
-        if self.replaced.is_dir():
-            shutil.rmtree(self.replaced)
+        self._remove_replaced()
+
+    def _remove_replaced(self) -> None:
+        """Removes the former contents of `out`, and a folder of their name only if a job made it."""
+        if _is_ours(self.replaced / RESULT_FILE) and foreign_file(self.replaced, OWN) is None:
+            remove_own(self.replaced, OWN, RESULT_FILE)
 
 
 def _progress_files(folder: Path) -> list[Path]:
@@ -287,12 +304,32 @@ def _progress_files(folder: Path) -> list[Path]:
     return [*folder.glob("shard_*.done"), *folder.glob("shard_*.part")]
 
 
+def _is_ours(file: Path) -> bool:
+    """Whether a job that embeds images wrote this file of facts or of a result."""
+    known = read_facts(file) or {}
+    facts = known.get("facts") if file.name == RESULT_FILE else known
+    return isinstance(facts, dict) and facts.get("task") == "embed"
+
+
+def _refuse_foreign(folder: Path, marker: str | None = None) -> None:
+    """Raises a FileExistsError if a folder, which would be removed, holds something that no job made, or lacks the file
+    that tells so."""
+    foreign = foreign_file(folder, OWN)
+    if foreign is None and marker is not None and not _is_ours(folder / marker):
+        foreign = folder
+    if foreign == folder:
+        raise FileExistsError(f"{folder} holds something that geoflow embed did not make; move it")
+    if foreign is not None:
+        raise FileExistsError(f"{folder} holds something that geoflow embed did not make, {foreign.name}; move it")
+
+
 def _empty(folder: Path) -> None:
     """Removes the work of another job. Its facts go last, because they tell whose work it is."""
-    for path in folder.iterdir():
+    _refuse_foreign(folder)
+    for path in sorted(folder.rglob("*"), reverse=True):
         if path.is_dir():
-            shutil.rmtree(path)
-        elif path.name not in (LOCK_FILE, FACTS_FILE):
+            path.rmdir()
+        elif path not in (folder / LOCK_FILE, folder / FACTS_FILE):
             path.unlink()
     (folder / FACTS_FILE).unlink(missing_ok=True)
 

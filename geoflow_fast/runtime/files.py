@@ -7,6 +7,7 @@ import errno
 import glob
 import json
 import os
+import re
 import secrets
 import sys
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 LOCK_FILE = ".lock"
+_TEMPORARY = r"\..+\.\d{12}\.tmp"
 JSON_BYTES = 1 << 24
 """Size of the largest JSON or TOML file that is read; those of geoflow_fast take kilobytes."""
 
@@ -147,6 +149,39 @@ def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
         raise OSError(error.errno, f"could not lock {folder} ({error.strerror})") from error
     with lock:
         yield
+
+
+def foreign_file(folder: Path, own: str) -> Path | None:
+    """The first file or link below a folder whose path inside it does not match the pattern `own`; temporary files of
+    writers count as own. A link in place of the folder is foreign itself."""
+    if folder.is_symlink():
+        return folder
+    for path in sorted(folder.rglob("*")):
+        inside = path.relative_to(folder).as_posix()
+        is_folder = path.is_dir() and not path.is_symlink()
+        if not is_folder and not re.fullmatch(own, inside) and not re.fullmatch(_TEMPORARY, path.name):
+            return path
+    return None
+
+
+def refuse_foreign(folder: Path, own: str) -> None:
+    """Raises a FileExistsError that names a file below a folder which does not match the pattern `own`."""
+    foreign = foreign_file(folder, own)
+    if foreign is not None:
+        raise FileExistsError(errno.EEXIST, f"{foreign} is in the way, and was not made here; move it")
+
+
+def remove_own(folder: Path, own: str, last: str) -> None:
+    """Removes a folder whose files all match the pattern `own`; a FileExistsError names one that does not, before
+    anything is removed. The file `last`, which tells whose folder it is, goes last."""
+    refuse_foreign(folder, own)
+    found = sorted(folder.rglob("*"), reverse=True)  # what is in a folder comes before it
+    for path in [*(path for path in found if path != folder / last), folder / last]:
+        if path.is_dir():
+            path.rmdir()
+        else:
+            path.unlink(missing_ok=True)
+    folder.rmdir()
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -14,7 +14,13 @@ import torch
 import geoflow_fast as gf
 from geoflow_fast import geometry
 from geoflow_fast.jobs import calibration
-from geoflow_fast.jobs.calibration import StoredCalibration, calibrate_model, hold_out, images_to_hold_out
+from geoflow_fast.jobs.calibration import (
+    StoredCalibration,
+    calibrate_model,
+    forget_calibration,
+    hold_out,
+    images_to_hold_out,
+)
 from geoflow_fast.runtime.parquet import read_columns
 from tests.jobs.processes import run_geoflow
 
@@ -120,6 +126,20 @@ def test_held_out_images_are_kept_with_the_model_and_out_of_training(tmp_path):
     assert len(rest) == 240
     kept_names = read_columns(tmp_path / "calibration/held_out/text_ids.parquet")["id"].tolist()
     assert sorted(kept_names) == sorted(set(names) - {names[row] for row in rest.text_row})
+
+
+@pytest.mark.parametrize("mine", ["notes.txt", "held_out/notes.txt", "held_out/img_emb/mine_0.npy"])
+def test_files_of_somebody_in_the_folder_of_a_calibration_are_kept(tmp_path, mine):
+    pairs = gf.EmbeddingPairs.from_arrays(images(200, 0), images(200, 1))
+    hold_out(pairs, tmp_path, None, 5, announce=lambda _: None)
+    (tmp_path / "calibration" / mine).write_text("precious")
+    with pytest.raises(FileExistsError, match=mine):
+        forget_calibration(tmp_path)
+    assert (tmp_path / "calibration" / mine).read_text() == "precious"
+    assert len(stored(tmp_path).pairs()) == 66
+    (tmp_path / "calibration" / mine).unlink()
+    forget_calibration(tmp_path)
+    assert not (tmp_path / "calibration").exists()
 
 
 def test_pairs_of_a_folder_of_their_own_are_held_out(tmp_path, pairs):

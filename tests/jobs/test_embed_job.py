@@ -308,6 +308,58 @@ def test_folders_of_others_are_never_replaced(colours, monkeypatch, capsys):
     assert "is a file" in capsys.readouterr().err
 
 
+MINE: dict[str, dict[str, str]] = {
+    "the name of the former result": {".out.old/mine.txt": "precious"},
+    "a former result with a file of mine": {
+        ".out.old/embed.json": '{"facts": {"task": "embed"}}',
+        ".out.old/mine.txt": "precious",
+    },
+    "shards": {"out.shards/mine.txt": "precious"},
+    "shards with facts of another program": {"out.shards/job.json": '{"a": 1}', "out.shards/mine.txt": "precious"},
+    "shards with facts that cannot be read": {"out.shards/job.json": "{", "out.shards/mine.txt": "precious"},
+    "shards with facts of another job alone": {"out.shards/job.json": '{"task": "density"}'},
+    "shards with a file of mine": {
+        "out.shards/job.json": '{"task": "embed"}',
+        "out.shards/img_emb/mine.npy": "precious",
+    },
+    "a result of another program": {"out/embed.json": '{"mine": "precious"}'},
+    "a result with a file of mine": {
+        "out/embed.json": '{"facts": {"task": "embed"}}',
+        "out/text_ids.parquet": "precious",
+    },
+}
+"""Files of somebody that stand where a job would write or remove something."""
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("case", MINE)
+def test_nothing_is_removed_that_no_job_made(colours, case, overwrite):
+    for name, content in MINE[case].items():
+        (colours / name).parent.mkdir(parents=True, exist_ok=True)
+        (colours / name).write_text(content)
+    with pytest.raises(FileExistsError, match=r"did not make|not the result of this job"):
+        embed_images(colours / "photos", ColourEncoder(), colours / "out", overwrite=overwrite, progress=False)
+    assert {name: (colours / name).read_text() for name in MINE[case]} == MINE[case]
+
+
+@pytest.mark.parametrize("name", [".out.old", "out.shards"])
+def test_a_link_to_a_folder_is_not_emptied(colours, name):
+    embed_images(colours / "photos", ColourEncoder(), colours / "other", progress=False)
+    (colours / name).symlink_to(colours / "other")
+    before = {path: path.read_bytes() for path in (colours / "other").rglob("*") if path.is_file()}
+    with pytest.raises(FileExistsError, match="did not make"):
+        embed_images(colours / "photos", ColourEncoder(), colours / "out", overwrite=True, progress=False)
+    assert before == {path: path.read_bytes() for path in (colours / "other").rglob("*") if path.is_file()}
+
+
+def test_the_former_result_of_a_job_that_was_killed_is_removed(colours):
+    """A job killed after the renaming leaves the former result under another name; the next one removes it."""
+    embed_images(colours / "photos", ColourEncoder(), colours / "out", progress=False)
+    (colours / "out").rename(colours / ".out.old")
+    embed_images(colours / "photos", ColourEncoder(), colours / "out", progress=False)
+    assert sorted(path.name for path in colours.iterdir()) == ["out", "photos"]
+
+
 class Stopping(ColourEncoder):
     """An encoder that fails after some batches."""
 
