@@ -182,7 +182,8 @@ def as_array(column: Any) -> NDArray[Any]:
         return np.asarray(column.to_numpy())
     kind = column.type
     if pyarrow.types.is_dictionary(kind):
-        words = np.append(as_array(column.dictionary).astype(object), None)
+        words = np.empty(len(column.dictionary) + 1, object)  # the last one, None, is that of missing values
+        words[:-1] = as_array(column.dictionary)
         found: NDArray[Any] = words[np.asarray(column.indices.cast("int64").fill_null(len(words) - 1))]
         return found
     if not _holds_objects(kind):
