@@ -180,3 +180,8 @@ FAISS = Contender("FAISS", lambda q: peers.faiss_search(q.index, q.first, 10), P
 def same_search(result: Tensor, truth: Tensor) -> bool:
     """Whether the same items are found; a few ties may differ."""
     return float((result == truth).float().mean()) > 0.999
+
+
+def finds_itself(result: Tensor, _: Any) -> bool:
+    """Whether the nearest items [Q, k] of queries that are the first items begin with themselves."""
+    return same_search(result[:, 0], torch.arange(len(result)))

@@ -96,7 +96,7 @@ def mapped(request: pytest.FixtureRequest) -> Iterator[np.ndarray]:
     torch.manual_seed(0)
     with scratch() as folder:
         write_gallery(folder / "gallery.npy", items, width, np.float16)
-        yield np.load(folder / "gallery.npy", mmap_mode="r")
+        yield np.load(folder / "gallery.npy", mmap_mode="c")
 
 
 def cosines(mapped: np.ndarray, queries: Tensor, index: Tensor) -> Tensor:

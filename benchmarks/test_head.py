@@ -16,7 +16,7 @@ from torch import Tensor
 import geoflow_fast as gf
 from benchmarks import peers
 from benchmarks.cases import FOR_COMPARISON, Case, Contender, each
-from benchmarks.inputs import FAISS, same_search
+from benchmarks.inputs import FAISS, finds_itself
 from geoflow_fast.retrieval.calibration import UNCALIBRATED_HEAD
 from geoflow_fast.retrieval.hubs import Hubs
 
@@ -75,10 +75,6 @@ class Scored:
         for reranker in rerankers:
             assert same_as_float64(reranker, queries[:4])
         return cls(queries, gallery, *rerankers, peers.faiss_index(rows) if FAISS.present else None)
-
-
-def finds_itself(result: Tensor, _: Any) -> bool:
-    return same_search(result[:, 0], torch.arange(len(result)))
 
 
 def adds_up(post: gf.Reranked, _: Any) -> bool:
