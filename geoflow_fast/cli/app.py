@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 
 import geoflow_fast
-from geoflow_fast.cli import base, decisions, demo, embed, evaluate, explore, machine, scoring, split, training
+from geoflow_fast.cli import base, decisions, demo, embed, evaluate, explore, machine, scoring, training
 
 app = base.Commands(pretty_exceptions_enable=False)
-for group in (machine, demo, embed, split, training, scoring, decisions, evaluate, explore):
+for group in (machine, demo, embed, training, scoring, decisions, evaluate, explore):
     app.add_typer(group.app)
 
 

@@ -386,7 +386,8 @@ def _print_rule(made: Rule, answered: float | None, left_out: int, written: list
                 f"left out {left_out} queries: of each tested image one query is used, so that they are independent"
             )
         if answered is not None:
-            typer.echo(f"answers {answered:.1%} of these queries")
+            by_which = ", by which it was made" if len(written) > 1 else ""
+            typer.echo(f"answers {answered:.1%} of these queries{by_which}")
         typer.echo(f"Wrote {' and '.join(str(path) for path in written)}")
     if not made.certified:
         typer.echo(f"geoflow: warning: {NOTHING}", err=True)

@@ -72,8 +72,8 @@ def train(
     held_out: Annotated[
         str | None,
         typer.Option(
-            help="Pairs for calibration that nothing is trained on: the share of the images to hold out, or a folder "
-            "of other pairs. Default: a tenth, from 100 to 1000 images."
+            help="Pairs for calibration that nothing is trained on: a share of the images, their number, or a folder "
+            "of pairs of other images. Default: a tenth, from 100 to 1000 images."
         ),
     ] = None,
     calibrate: Annotated[
@@ -239,8 +239,8 @@ def train(
         raise typer.Exit(INTERRUPTED)
 
 
-def _held_out(words: str | None, *, calibrate: bool) -> float | Path | None:
-    """The share that `--held-out` asks for, or the folder that it names."""
+def _held_out(words: str | None, *, calibrate: bool) -> float | int | Path | None:
+    """The share or the number of images that `--held-out` asks for, or the folder that it names."""
     if words is None:
         return None
     if not calibrate:
@@ -249,8 +249,10 @@ def _held_out(words: str | None, *, calibrate: bool) -> float | Path | None:
         share = float(words)
     except ValueError:
         return Path(words)
+    if words.isdecimal() and share >= 1:
+        return int(words)
     if not 0 < share < 1:
-        raise ValueError(f"--held-out must be a share between 0 and 1, or a folder of pairs, got {words}")
+        raise ValueError(f"--held-out must be a share between 0 and 1, a number of images or a folder, got {words}")
     return share
 
 

@@ -270,19 +270,24 @@ class EmbeddingPairs:
         pairs.folder, pairs.sides = self.folder, self.sides
         return pairs
 
-    def split(self, fraction: float, seed: int) -> tuple[EmbeddingPairs, EmbeddingPairs]:
-        """Splits off a share of the images with all their texts and returns (rest, held out).
+    def split(self, held_out: float, seed: int) -> tuple[EmbeddingPairs, EmbeddingPairs]:
+        """Holds images out with all their texts and returns (rest, held out), so that no image is on both sides.
 
-        The images held out are drawn by `seed`: `fraction` of them, rounded, and at least one.
+        `held_out`: a share of the images between 0 and 1, rounded to at least one image, or an integer, the number of
+        images. The images are drawn by `seed`. Split the rest again for more than two parts.
         """
         checks.integer(seed, "seed")
-        if not 0 < fraction < 1:
-            raise ValueError(f"fraction must be between 0 and 1, got {fraction}")
         images, member = np.unique(self.group, return_inverse=True)
         if len(images) < 2:
             raise ValueError("cannot hold out pairs of a set with a single image; pass val= to choose them yourself")
+        if isinstance(held_out, (int, np.integer)):
+            count = checks.integer(held_out, "held_out", 1, len(images) - 1)
+        elif 0 < held_out < 1:
+            count = max(1, round(held_out * len(images)))
+        else:
+            raise ValueError(f"held_out must be a share between 0 and 1 or a number of images, got {held_out}")
         held = np.zeros(len(images), bool)
-        held[np.random.default_rng(seed).permutation(len(images))[: max(1, round(fraction * len(images)))]] = True
+        held[np.random.default_rng(seed).permutation(len(images))[:count]] = True
         return self.subset(np.flatnonzero(~held[member])), self.subset(np.flatnonzero(held[member]))
 
     def fingerprint(self) -> str:

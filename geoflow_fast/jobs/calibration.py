@@ -7,6 +7,7 @@ Everything is in the folder `calibration` of the model, so that a copied model w
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import errno
 import hashlib
@@ -20,19 +21,29 @@ from typing import Any
 import numpy as np
 import torch
 
+from geoflow_fast.data.embeddings import IMAGE_IDS, TEXT_IDS
+from geoflow_fast.data.ids import open_ids, row_numbers
 from geoflow_fast.data.pairs import INDEX_FILE, OWN_FILES, EmbeddingPairs
 from geoflow_fast.directions import CONDITIONAL, Direction
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.flow.model import GeoFlow, flow_digest
 from geoflow_fast.head.model import HEAD_FOLDER, PosteriorHead
-from geoflow_fast.jobs.split import with_ids, write_part
 from geoflow_fast.retrieval.bandwidth import fit_bandwidth
 from geoflow_fast.retrieval.entropy import RetrievalEntropy
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.retrieval.rerank import BayesReranker
 from geoflow_fast.retrieval.task import RetrievalTask, drawn_rows
 from geoflow_fast.runtime import hashing
-from geoflow_fast.runtime.files import LOCK_FILE, contents_of, locked, read_json, refuse_foreign, remove_own, write_json
+from geoflow_fast.runtime.files import (
+    LOCK_FILE,
+    contents_of,
+    locked,
+    read_json,
+    refuse_foreign,
+    remove_own,
+    sync_folder,
+    write_json,
+)
 from geoflow_fast.runtime.progress import Announce
 from geoflow_fast.training.loop import CHECKPOINT_FILE
 
@@ -144,7 +155,7 @@ def images_to_hold_out(images: int) -> int:
 def hold_out(
     pairs: EmbeddingPairs,
     out: Path,
-    asked: float | EmbeddingPairs | None,
+    asked: float | int | EmbeddingPairs | None,
     seed: int,
     *,
     anew: bool = False,
@@ -154,11 +165,12 @@ def hold_out(
 ) -> EmbeddingPairs:
     """Writes the held-out pairs of a run into its folder and returns the others, on which to train.
 
-    `asked`: the share of the images to hold out, or pairs of other images; None for the usual share. A run that began
-    without held-out pairs goes on without them, unless it begins `anew`. Beside the held-out pairs are the `ids` of
-    their texts, those that the pairs come with, or the numbers of their rows.
+    `asked`: the share or the number of the images to hold out, or pairs of other images; None for the usual share. A
+    run that began without held-out pairs goes on without them, unless it begins `anew`. Beside the held-out pairs are
+    the `ids` of their texts, those that the pairs come with, or the numbers of their rows.
     """
-    pairs = with_ids(pairs, ids)
+    if ids is not None:
+        pairs = _with_ids(pairs, ids)
     stored = world.share(StoredCalibration.read(out) if world.is_main and not anew else None)
     went_without = stored is None and not anew and world.share(_has_begun(out))
     if went_without and asked is None:
@@ -169,7 +181,10 @@ def hold_out(
         _refuse_shared_images(pairs, asked)
         rest, held_out, of_images = pairs, asked, 0
     else:
-        count = images_to_hold_out(images) if asked is None else round(asked * images)
+        if asked is None:
+            count = images_to_hold_out(images)
+        else:
+            count = asked if isinstance(asked, int) else round(asked * images)
         count = stored.held_out.images if stored is not None and asked is None else count
         if count == 0:
             least = math.ceil(FEWEST_IMAGES / LARGEST_SHARE)
@@ -182,7 +197,7 @@ def hold_out(
                 f"{out} was begun without held-out pairs, so it was trained on those that a share would hold out; "
                 "leave out --held-out, name a folder of other pairs, or begin anew with --overwrite"
             )
-        rest, held_out = pairs.split(count / images, seed)
+        rest, held_out = pairs.split(count, seed)
         of_images = images
     facts = HeldOutPairs(len(held_out), len(np.unique(held_out.group)), of_images, seed, held_out.fingerprint())
     if stored is not None and stored.held_out != facts:
@@ -213,7 +228,7 @@ def _refuse_shared_images(train: EmbeddingPairs, held_out: EmbeddingPairs) -> No
     if shared:
         raise ValueError(
             f"{len(shared):,} of the {len(known):,} held-out images are training images, too; hold out pairs of other "
-            "images, as `geoflow split` does"
+            "images, such as one part of `EmbeddingPairs.split`"
         )
 
 
@@ -248,8 +263,34 @@ def _write_held_out(held_out: EmbeddingPairs, out: Path, facts: HeldOutPairs) ->
     if whole.exists():
         remove_own(whole, OWN_FILES, INDEX_FILE)
     folder.mkdir(parents=True, exist_ok=True)
-    write_part(held_out, whole)
+    write_pairs(held_out, whole)
     StoredCalibration(out, facts).write()
+
+
+def _with_ids(pairs: EmbeddingPairs, ids: Path) -> EmbeddingPairs:
+    """The same pairs, with the ids of their texts that a file holds."""
+    named = pairs.subset(np.arange(len(pairs)))
+    named.text = copy.copy(pairs.text)
+    named.text.ids = open_ids(ids, len(named.text), "texts")
+    return named
+
+
+def write_pairs(pairs: EmbeddingPairs, folder: Path) -> None:
+    """Writes pairs and the ids of their texts and images, or the numbers of their rows, under a temporary name, and
+    renames it. Pairs in half precision stay so."""
+    begun = folder.with_name(f".{folder.name}.tmp")
+    if begun.exists():
+        remove_own(begun, OWN_FILES, INDEX_FILE)
+    stored = {part.dtype for rows in (pairs.image, pairs.text) for part in rows.parts}
+    pairs.save(begun, dtype=np.float16 if stored == {np.dtype(np.float16)} else np.float32)
+    for file, rows, kept in (
+        (TEXT_IDS, pairs.text, pairs.text_row),
+        (IMAGE_IDS, pairs.image, np.unique(pairs.image_row)),
+    ):
+        if rows.ids is None:
+            row_numbers(len(rows)).save(begun / file, kept, are_given=False)
+    begun.rename(folder)
+    sync_folder(folder.parent)
 
 
 def calibrate_model(

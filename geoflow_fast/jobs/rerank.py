@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ from geoflow_fast.jobs.queries import BLOCK_QUERIES, Naming, answer_queries, ope
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.retrieval.hubs import MOST_ROWS
 from geoflow_fast.retrieval.rerank import BayesReranker
-from geoflow_fast.runtime import parquet
+from geoflow_fast.runtime import hashing, parquet
 from geoflow_fast.runtime.device import usable_device
 from geoflow_fast.runtime.files import contents_of
 from geoflow_fast.runtime.progress import Advance
@@ -155,17 +156,25 @@ def calibrate_on_judgements(
     overwrite: bool,
 ) -> str:
     """Calibrates on a file of judgements of the gallery's rows for the rows of `queries`, saves that, and returns where
-    it comes from in words. The ids of `naming`, if given, are those of the gallery and of these queries."""
+    it comes from in words. The ids of `naming`, if given, are those of the gallery and of these queries.
+
+    A calibration on the same judgements and queries is used again. One on others is a FileExistsError, unless
+    `overwrite` is set or it was fitted on what training held out.
+    """
     world, file = reranker.gallery.world, reranker.calibration_file(file)
     rows = open_queries(queries, reranker.query_dim, world, normalize=normalize)
     known = open_judgements(qrels, naming, rows, reranker.gallery)
-    if world.share(not overwrite and file.is_file() and not made_in_training(file)):
+    asked = rows[np.arange(len(rows))]
+    source = hashing.digest([known.query, known.item, known.grade, asked])
+    if world.share(overwrite or not file.is_file() or made_in_training(file)):
+        if world.is_main:
+            fitted = reranker.calibrate(known, queries=torch.from_numpy(asked))
+            reranker.calibration = dataclasses.replace(fitted, pairs=source)
+            reranker.save_calibration(file)
+        world.barrier()
+        reranker.load_calibration(file)
+    elif reranker.load_calibration(file).pairs != source:
         raise FileExistsError(f"{file} exists; move it, name another --calibration, or ask to overwrite")
-    if world.is_main:
-        reranker.calibrate(known, queries=torch.from_numpy(rows[np.arange(len(rows))]))
-        reranker.save_calibration(file)
-    world.barrier()
-    reranker.load_calibration(file)
     return f"calibrated in this gallery on the judgements of {qrels}, kept in {file}"
 
 

@@ -65,6 +65,26 @@ def test_nothing_is_trained_on_held_out_pairs(monkeypatch, capsys):
 
 
 @pytest.mark.usefixtures("desk")
+def test_what_is_held_out_is_what_calibrates(monkeypatch):
+    """So many images, those that `EmbeddingPairs.split` draws with the same seed, with all their texts."""
+    bandwidth, ladder, seen = calibration.fitted_bandwidth, calibration.settle_ladder, []
+    monkeypatch.setattr(
+        calibration, "fitted_bandwidth", lambda flow, pairs, *more: seen.append(pairs) or bandwidth(flow, pairs, *more)
+    )
+    monkeypatch.setattr(
+        calibration,
+        "settle_ladder",
+        lambda stored, reranker, pairs, **more: seen.append(pairs) or ladder(stored, reranker, pairs, **more),
+    )
+    assert train(monkeypatch, "--no-head", "--held-out=64", preset="tiny", seed=7) == 0
+    _, expected = gf.EmbeddingPairs.open("pairs").split(64, seed=7)
+    assert (len(np.unique(expected.group)), len(expected), len(seen)) == (64, 128, 4)
+    for pairs in seen:
+        for stored, drawn in zip(pairs[np.arange(128)], expected[np.arange(128)]):
+            torch.testing.assert_close(stored, drawn, atol=1e-6, rtol=0)
+
+
+@pytest.mark.usefixtures("desk")
 def test_a_head_alone_has_a_ladder_and_no_bandwidth(monkeypatch, capsys):
     assert train(monkeypatch, "--head", "--points=1") == 0
     assert "calibrated t2i: " in capsys.readouterr().out
@@ -103,6 +123,8 @@ def test_ctrl_c_while_calibrating_is_continued(monkeypatch, capsys):
     ("flags", "words"),
     [
         (["--held-out=1.5"], "--held-out must be a share between 0 and 1"),
+        (["--held-out=0"], "--held-out must be a share between 0 and 1"),
+        (["--held-out=190"], "--held-out must be at most 189, got 190"),
         (["--held-out=0.3", "--no-calibrate"], "--no-calibrate leaves out"),
         (["--held-out=nowhere"], "nowhere"),
         (["--held-out=pairs"], "190 of the 190 held-out images are training images"),

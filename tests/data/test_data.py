@@ -90,13 +90,27 @@ def test_metadata_keeps_captions_of_one_image_together(tmp_path):
     assert (len(rest), len(held)) == (48, 12)
 
 
-def test_split_is_seeded_and_by_image():
-    pairs = gf.EmbeddingPairs.from_arrays(unit(50, 4), unit(100, 4, 1), image_index=np.arange(100) // 2)
-    rest, held = pairs.split(0.02, seed=3)
-    assert len(held) == 2
-    assert len(rest) == 98
-    assert held.fingerprint() == pairs.split(0.02, seed=3)[1].fingerprint()
-    assert held.fingerprint() != pairs.split(0.02, seed=4)[1].fingerprint()
+@pytest.mark.parametrize(
+    ("held_out", "images"), [(0.02, 1), (0.3, 15), (0.001, 1), (15, 15), (np.int64(49), 49), (1, 1)]
+)
+def test_split_is_seeded_and_by_image(held_out, images):
+    """Rows are in no order, and images have one to three texts, all of which stay together."""
+    index = np.random.default_rng(0).permutation(np.repeat(np.arange(50), np.arange(50) % 3 + 1))
+    names = {"ids": np.arange(len(index)), "image_ids": [f"image {k}" for k in range(50)]}
+    pairs = gf.EmbeddingPairs.from_arrays(unit(50, 4), unit(len(index), 4, 1), index, **names)
+    rest, held = pairs.split(held_out, seed=3)
+    assert len(set(held.image_ids)) == images
+    assert set(rest.image_ids).isdisjoint(held.image_ids)
+    assert sorted([*rest.ids, *held.ids]) == list(range(len(index)))
+    again, other = (pairs.split(held_out, seed=seed)[1] for seed in (3, 4))
+    assert held.ids.tolist() == again.ids.tolist() != other.ids.tolist()
+
+
+@pytest.mark.parametrize("held_out", [0.0, 1.0, 1.5, -0.1, float("nan"), 0, 10, -1])
+def test_a_share_or_number_that_leaves_nothing_is_refused(held_out):
+    pairs = gf.EmbeddingPairs.from_arrays(unit(10, 4), unit(10, 4, 1))
+    with pytest.raises(ValueError, match="held_out must be"):
+        pairs.split(held_out, seed=0)
 
 
 @pytest.mark.parametrize(("count", "batch"), [(10, 3), (7, 7), (129, 64), (1, 1)])

@@ -188,13 +188,13 @@ def test_a_kill_while_pairs_are_replaced_leaves_nothing_that_counts(model, pairs
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(calibration, "write_part", kill)
+        patch.setattr(calibration, "write_pairs", kill)
         with pytest.raises(KeyboardInterrupt):
             hold_out(pairs, model, 0.4, 0, anew=True, announce=lambda _: None)
     assert StoredCalibration.read(model) is None
     with monkeypatch.context() as patch:
         hold_out(pairs, model, 0.4, 0, announce=lambda _: None)
-        patch.setattr(shutil, "rmtree", kill)
+        patch.setattr(calibration, "remove_own", kill)
         with pytest.raises(KeyboardInterrupt):
             hold_out(pairs, model, 0.3, 0, anew=True, announce=lambda _: None)
     assert StoredCalibration.read(model) is None
@@ -237,7 +237,7 @@ def test_the_end_of_training_fits_both_directions(model, pairs):
         assert known.bandwidth[direction]["guidance"] == fit.guidance
         assert known.ladder[direction]["items"] == PAIRS - known.held_out.images
     image = pairs.image.parts[0]
-    rest = np.setdiff1d(np.arange(PAIRS), pairs.split(known.held_out.images / PAIRS, 0)[1].image_row)
+    rest = np.setdiff1d(np.arange(PAIRS), pairs.split(known.held_out.images, 0)[1].image_row)
     service = gf.BayesReranker(flow, torch.from_numpy(image[rest]))
     service.load_calibration(model)
     expected = gf.BayesReranker(flow, torch.from_numpy(image[rest]))
@@ -429,7 +429,12 @@ def test_what_training_fitted_may_be_replaced_and_what_the_user_fitted_not(model
     before = (model / "rerank_t2i.json").read_bytes()
     assert geoflow(monkeypatch, "rerank", "--steps=2", **own) == 0
     assert (model / "rerank_t2i.json").read_bytes() != before
-    other = {"held_out": "others"} if kind == "pairs" else own
+    fitted = (model / "rerank_t2i.json").read_bytes()
+    assert geoflow(monkeypatch, "rerank", "--steps=2", **own) == 0  # run again, as after a stop
+    assert geoflow(monkeypatch, "rerank", "--steps=2", out="more.parquet", **own) == 0
+    assert (model / "rerank_t2i.json").read_bytes() == fitted
+    Path("fewer.csv").write_text("query,item,grade\n" + "".join(f"{k},{k},1\n" for k in range(79)))
+    other = {"held_out": "others"} if kind == "pairs" else {**own, "qrels": "fewer.csv"}
     assert geoflow(monkeypatch, "rerank", "--steps=2", out="again.parquet", **other) == 2
     assert "ask to overwrite" in capsys.readouterr().err
 

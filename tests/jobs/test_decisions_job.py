@@ -78,7 +78,7 @@ def test_a_rule_is_certified_on_other_queries_and_applied(monkeypatch, capsys):
     columns, new = read_columns(Path("decided.parquet")), np.load("new.npy")
     answered = expected(new, encoder="clip")
     assert columns["answer"].tolist() == answered.tolist()
-    assert f"answers {answered.mean():.1%} of these queries" in capsys.readouterr().out
+    assert f"answers {answered.mean():.1%} of these queries\n" in capsys.readouterr().out
     with pytest.warns(UserWarning, match="not told which one made these lists"):
         assert threshold(monkeypatch, scores="new.npy", out="decided.parquet") == 0
     assert threshold(monkeypatch, scores="new.npy", out="decided.parquet", encoder="siglip") == 2
@@ -95,9 +95,10 @@ def test_without_a_trust_half_of_the_queries_fit_one(monkeypatch, capsys):
 
 
 @pytest.mark.usefixtures("desk")
-def test_without_a_trust_the_rule_is_applied_to_all_lists(monkeypatch):
+def test_without_a_trust_the_rule_is_applied_to_all_lists(monkeypatch, capsys):
     known = {"scores": "check.npy", "labels": "check_labels.npy", "max_error": 0.3}
     assert threshold(monkeypatch, **known, out="decided.parquet") == 0
+    assert "of these queries, by which it was made" in capsys.readouterr().out
     columns = read_columns(Path("decided.parquet"))
     assert columns["query"].tolist() == list(range(400))
     assert columns["answer"].tolist() == gf.Rule.load("rule.json")(np.load("check.npy")).tolist()

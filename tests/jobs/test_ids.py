@@ -20,7 +20,6 @@ from geoflow_fast.data.ids import Ids
 from geoflow_fast.jobs.decisions import labels_from_pairs, labels_from_qrels, open_lists, write_probabilities
 from geoflow_fast.jobs.queries import Naming
 from geoflow_fast.jobs.rerank import rerank_file
-from geoflow_fast.jobs.split import split_pairs
 from geoflow_fast.runtime.parquet import read_columns, write_columns
 
 COUNT, DIM = 24, 6
@@ -71,7 +70,8 @@ def test_ids_of_all_kinds_survive_a_whole_pipeline(ids):
         # Pairs, their parts, and the files of both.
         pairs = gf.EmbeddingPairs.from_arrays(image, text, ids=texts, image_ids=images)
         pairs.save(folder / "pairs", dtype=np.float32)
-        split_pairs(gf.EmbeddingPairs.open(folder / "pairs"), {"a": 0.5, "b": 0.5}, folder / "parts")
+        for part, half in zip("ab", gf.EmbeddingPairs.open(folder / "pairs").split(0.5, seed=0)):
+            half.save(folder / "parts" / part, dtype=np.float32)
         parts = [gf.EmbeddingPairs.open(folder / "parts" / part) for part in "ab"]
         known = dict(zip(texts, zip(images, text)))
         for part in parts:

@@ -90,7 +90,6 @@ COMMANDS: dict[str, Command] = {
     "rerank": Command(
         {**SEARCH, "calibration": "calibration.json", "shortlist": "4", "steps": "1", "probes": "1", "seed": "0"}
     ),
-    "split": Command({"pairs": "pairs", "out": "parts", "parts": "train=0.5,ask=0.5", "seed": "0"}),
     "trust": Command(
         {**LISTS, "trust": "trust.json", "out": "out.parquet", "no-match-share": "0.3", "encoder": "some"}
     ),
