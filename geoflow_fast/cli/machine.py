@@ -62,7 +62,7 @@ def machine_facts() -> dict[str, str]:
         or f"{native.isa()} (this processor can run {', '.join(native.supported_isas())})",
         "float32 products": "torch.mm" if missing_onednn() else "oneDNN, torch.mm for small ones",
         "threads": f"{torch.get_num_threads()}, which wait for each other {processors.waiting()}",
-        **processors.state(),
+        "processors": processors.described(),
         "CUDA": cuda,
         "CUDA graphs": graphs_state(),
     }

@@ -5,12 +5,10 @@ Every function takes tensors that its operation has already validated in the use
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import importlib
 import math
 import sys
-import threading
 from collections.abc import Callable
 from enum import IntEnum
 from types import ModuleType
@@ -84,43 +82,16 @@ def _built() -> ModuleType:
 
 
 def usable_threads() -> int:
-    """Threads of a compiled kernel: those of torch, but no more than control groups grant this process.
-
-    Once other processes are seen to want the processors too, threads no longer spin while they wait.
-    """
-    contention, limit = _machine()
-    if contention is not None and contention.noticed():
-        sleep_while_waiting()
+    """Threads of a compiled kernel: those of torch, but no more than control groups grant this process."""
+    limit = _most_threads()
     return torch.get_num_threads() if limit is None else min(torch.get_num_threads(), limit)
 
 
 @functools.cache
-def _machine() -> tuple[processors.Contention | None, int | None]:
-    """What watches for other processes, unless the user has said how threads wait, and the limit of control groups."""
+def _most_threads() -> int | None:
+    """The threads that control groups grant this process; None without a limit."""
     quota = processors.quota()
-    watched = processors.wait_policy() is None and hasattr(ctypes.CDLL(_built().__file__), "GOMP_parallel")
-    return processors.Contention() if watched else None, None if quota is None else math.ceil(quota)
-
-
-@functools.cache
-def sleep_while_waiting() -> None:
-    """Makes the threads of GNU's OpenMP, which torch and the extension share, sleep soon when they wait for each other.
-
-    The library reads its policy from the environment when it is loaded, but it also spins only for a moment as long as
-    it manages more threads than there are processors. So a few more are made here, which sleep from then on.
-    """
-    library = ctypes.CDLL(_built().__file__)  # finds the OpenMP that the extension is bound to
-    nothing = ctypes.cast(library.omp_get_thread_num, ctypes.c_void_p)  # what the threads do before they sleep
-    count = max(2, 2 + processors.affinity() - torch.get_num_threads())
-    made = threading.Event()
-
-    def keep_team() -> None:
-        library.GOMP_parallel(nothing, None, count, 0)
-        made.set()
-        threading.Event().wait()  # its threads would end with it
-
-    threading.Thread(target=keep_team, name="geoflow_fast: idle team", daemon=True).start()
-    made.wait()
+    return None if quota is None else math.ceil(quota)
 
 
 def isa() -> str:

@@ -1,4 +1,4 @@
-"""The processors that this process may use: how many, how busy they are, and how its threads wait for each other.
+"""The processors that this process may use: how many, and how its threads wait for each other.
 
 OpenMP's threads usually spin while they wait. If other processes want the processors too, that takes time away from the
 very thread that is waited for, and work on two threads becomes slower than on one by a factor of ten.
@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 
 WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 """By these variables users say how OpenMP's threads wait. They are read once, when torch is loaded."""
-INTERRUPTIONS = 25.0
-"""On a busy machine a thread is interrupted at least so often per second that it computes; otherwise a few times."""
-GLANCE_SECONDS = 0.2
 ROOT = Path("/")
 
 
@@ -49,12 +45,6 @@ def granted(root: Path = ROOT) -> int:
     return affinity() if limit is None else max(1, min(affinity(), math.ceil(limit)))
 
 
-def throttled(root: Path = ROOT) -> int:
-    """How often control groups have stopped this process because it had used up its time."""
-    counts = [_number_after(_text(group / "cpu.stat"), "nr_throttled") for group in _groups(root)]
-    return max(counts, default=0)
-
-
 def _groups(root: Path) -> Iterator[Path]:
     """Folders of the control groups that this process belongs to, each followed by those above it."""
     mounts = root / "sys/fs/cgroup"
@@ -84,20 +74,10 @@ def _text(path: Path) -> str:
     return path.read_text() if path.is_file() else ""
 
 
-def _number_after(text: str, word: str) -> int:
-    words = text.split()
-    return int(words[words.index(word) + 1]) if word in words else 0
-
-
-def wait_policy() -> str | None:
-    """How the user has said that threads wait, such as "OMP_WAIT_POLICY=ACTIVE"; None if nothing was said."""
-    return next((f"{name}={os.environ[name]}" for name in WAIT_VARIABLES if name in os.environ), None)
-
-
 def waiting() -> str:
     """How OpenMP's threads wait for each other, in words."""
-    policy = wait_policy()
-    return "by spinning, or on a busy machine asleep" if policy is None else f"as {policy} says"
+    said = [f"as {name}={os.environ[name]} says" for name in WAIT_VARIABLES if name in os.environ]
+    return said[0] if said else "by spinning"
 
 
 def share_processors(environment: MutableMapping[str, str], root: Path = ROOT) -> None:
@@ -109,59 +89,8 @@ def share_processors(environment: MutableMapping[str, str], root: Path = ROOT) -
         environment.setdefault("OMP_NUM_THREADS", str(granted(root)))
 
 
-class Contention:
-    """Notices that other processes want the processors too: the system then interrupts this one again and again."""
-
-    def __init__(self) -> None:
-        self.seen_at, self.count, self.seconds = self._now()
-
-    def noticed(self) -> bool:
-        """Looks at what has happened since the last look, once per second at most: false until then."""
-        if time.monotonic() - self.seen_at < 1:
-            return False
-        count, seconds = self.count, self.seconds
-        self.seen_at, self.count, self.seconds = self._now()
-        return self.count - count > INTERRUPTIONS * max(self.seconds - seconds, GLANCE_SECONDS)
-
-    @staticmethod
-    def _now() -> tuple[float, int, float]:
-        """The time, and the interruptions and seconds of computation of this process so far."""
-        import resource  # which Windows does not have, nor GNU's OpenMP there, for which alone this is asked
-
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        return time.monotonic(), used.ru_nivcsw, used.ru_utime + used.ru_stime
-
-
-def load() -> float:
-    """How many processes wanted to compute in the last minute, on average; 0 where the system does not tell."""
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-
-
-def is_busy(root: Path = ROOT) -> bool:
-    """Whether more wanted to compute in the last minute than this process's processors can serve."""
-    return load() > granted(root)
-
-
-def state(root: Path = ROOT) -> dict[str, str]:
-    """What limits this process's use of the processors, in words, for `geoflow doctor`."""
-    limit, count = quota(root), affinity()
-    words = f"{count} of {os.cpu_count()}"
-    if limit is not None:
-        words += f"; control groups grant the time of {limit:g}, and stopped this group {throttled(root):,} times"
-    busy = f"busy: expect about {load() / granted(root) + 1:.0f} times the usual time" if is_busy(root) else "free"
-    facts = {"processors": words, "load": f"{load():.1f} in the last minute; {busy}"}
-    stolen = _stolen(root)
-    if stolen is not None:
-        facts["taken by other machines"] = f"{stolen:.0%} of the processors' time (steal)"
-    return facts
-
-
-def _stolen(root: Path) -> float | None:
-    """Share of the processors' time that the host of this virtual machine gives to others; None where unknown."""
-    before = _text(root / "proc/stat").split()[1:9]
-    if len(before) < 8:
-        return None
-    time.sleep(GLANCE_SECONDS)
-    after = _text(root / "proc/stat").split()[1:9]
-    passed = [int(b) - int(a) for a, b in zip(before, after)]
-    return passed[7] / max(1, sum(passed))
+def described(root: Path = ROOT) -> str:
+    """How many processors this process may use, in words, for `geoflow doctor`."""
+    limit = quota(root)
+    words = f"{affinity()} of {os.cpu_count()}"
+    return words if limit is None else f"{words}; control groups grant the time of {limit:g}"

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import geoflow_fast as gf
-from geoflow_fast.ops import native
 from tests.head.test_model import random_head
 
 TASKS = Path("/proc/self/task")
@@ -53,8 +52,6 @@ def threads() -> int:
 @pytest.mark.parametrize("queries", [1, pytest.param(7, marks=pytest.mark.slow)])
 def test_a_call_starts_no_thread_and_touches_no_fresh_memory(request_of, queries):
     torch.set_num_threads(2)
-    if native._machine()[0] is not None:  # a few idle threads, made once other processes want the processors
-        native.sleep_while_waiting()
     answer, some = request_of(), [rows(queries) for _ in range(CALLS)]
     for query in some[:WARM_UP]:
         answer(query)

@@ -1,14 +1,12 @@
-"""Limits of control groups, contention, and how OpenMP's threads wait for each other."""
+"""Limits of control groups, and how OpenMP's threads wait for each other."""
 
 from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -91,7 +89,7 @@ def test_control_groups_limit_the_threads(machine, monkeypatch, files, limit):
 def test_kernels_and_presets_respect_the_limit(monkeypatch):
     monkeypatch.setattr(processors, "quota", lambda *_: 1.5)
     monkeypatch.setattr(processors, "affinity", lambda: 64)
-    native._machine.cache_clear()
+    native._most_threads.cache_clear()
     try:
         torch.set_num_threads(3)  # conftest.py puts it back
         assert native.usable_threads() == 2
@@ -99,7 +97,7 @@ def test_kernels_and_presets_respect_the_limit(monkeypatch):
         assert native.usable_threads() == 1
         assert not many_cores()
     finally:
-        native._machine.cache_clear()
+        native._most_threads.cache_clear()
 
 
 def test_the_environment_of_a_command(machine, monkeypatch):
@@ -118,34 +116,60 @@ def test_the_environment_of_a_command(machine, monkeypatch):
     assert environment == {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
-@pytest.mark.parametrize(("said", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
-def test_a_command_waits_asleep_unless_told_otherwise(said, policy):
-    command = [sys.executable, "-m", "geoflow_fast", "doctor", "--json"]
-    out = subprocess.run(command, check=True, capture_output=True, text=True, env=clean_environment(**said)).stdout
-    assert json.loads(out)["machine"]["threads"].endswith(f"as OMP_WAIT_POLICY={policy} says")
+COMMAND = """
+import os, sys
+
+class Watch:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            sys.meta_path.remove(self)
+            print(os.environ.get("OMP_WAIT_POLICY"), os.environ.get("GOMP_SPINCOUNT"), file=sys.stderr)
+
+sys.meta_path.insert(0, Watch())
+sys.argv = ["geoflow", "doctor", "--json"]
+from geoflow_fast.cli import main
+main()
+"""
 
 
-def test_contention_is_noticed_by_interruptions(monkeypatch):
-    now = {"time": 0.0, "interruptions": 0, "computed": 0.0}
-    monkeypatch.setattr(processors.time, "monotonic", lambda: now["time"])
-    usage = lambda _: SimpleNamespace(ru_nivcsw=now["interruptions"], ru_utime=now["computed"], ru_stime=0.0)  # noqa: E731
-    monkeypatch.setattr(resource, "getrusage", usage)
-    contention = processors.Contention()
-    now.update(time=0.9, interruptions=1000, computed=0.5)
-    assert not contention.noticed()  # not yet time to look
-    now.update(time=1.0)
-    assert contention.noticed()
-    now.update(time=2.5, interruptions=1020, computed=2.5)
-    assert not contention.noticed()  # 20 in two seconds of computation
-    now.update(time=4.0, interruptions=1080, computed=4.5)
-    assert contention.noticed()
+@pytest.mark.parametrize(
+    ("said", "seen", "reported"),
+    [
+        ({}, "PASSIVE None", "OMP_WAIT_POLICY=PASSIVE"),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE None", "OMP_WAIT_POLICY=ACTIVE"),
+        ({"GOMP_SPINCOUNT": "7"}, "None 7", "GOMP_SPINCOUNT=7"),
+    ],
+)
+def test_a_command_says_how_threads_wait_before_torch_is_loaded(said, seen, reported):
+    run = subprocess.run(
+        [sys.executable, "-c", COMMAND], check=True, capture_output=True, text=True, env=clean_environment(**said)
+    )
+    assert run.stderr.splitlines()[0] == seen
+    assert json.loads(run.stdout)["machine"]["threads"].endswith(f"as {reported} says")
 
 
-SPINNING = """
+LIBRARY = """
+import os
+before = dict(os.environ)
+import geoflow_fast as gf
+import geoflow_fast.cli
+gf.ops.swiglu  # loads torch and the extension
+print({name: value for name, value in os.environ.items() if before.get(name) != value and "OMP" in name})
+"""
+
+
+def test_the_library_leaves_the_environment_as_it_is():
+    run = [sys.executable, "-c", LIBRARY]
+    out = subprocess.run(run, check=True, capture_output=True, text=True, env=clean_environment()).stdout
+    assert out.strip() == "{}"
+
+
+COMPUTING = """
 import time, torch
 from geoflow_fast.ops import native
 from geoflow_fast.ops.swiglu import swiglu
 torch.set_num_threads(2)
+native.usable_threads = lambda: 2
 x = torch.randn(64, 64)
 
 def computed() -> float:
@@ -155,38 +179,28 @@ def computed() -> float:
         time.sleep(0.005)  # the second thread spins for a while, or sleeps at once
     return time.process_time() - begin
 
-native.usable_threads = lambda: 2
 computed()
-spinning = computed()
-native.sleep_while_waiting()
-print(spinning, computed())
+print(computed())
 """
 
 
 @pytest.mark.skipif(processors.affinity() < 2, reason="one processor: OpenMP never spins")
-def test_threads_sleep_once_the_machine_is_busy():
+def test_threads_of_a_command_sleep_while_they_wait():
     """Processor time tells, which does not depend on what else the machine does."""
-    run = [sys.executable, "-c", SPINNING]
-    out = subprocess.run(run, check=True, capture_output=True, text=True, env=clean_environment()).stdout
-    spinning, sleeping = map(float, out.split())
-    assert sleeping < 0.5 * spinning
+    command = clean_environment()
+    processors.share_processors(command)
+    command.pop("OMP_NUM_THREADS", None)
+    run = [sys.executable, "-c", COMPUTING]
+    used = [
+        float(subprocess.run(run, check=True, capture_output=True, text=True, env=environment).stdout)
+        for environment in (clean_environment(), command)
+    ]
+    assert used[1] < 0.5 * used[0]
 
 
-def test_the_state_of_the_machine(machine, monkeypatch):
-    root = machine(
-        {
-            "proc/self/cgroup": "0::/\n",
-            "sys/fs/cgroup/cpu.max": "150000 100000\n",
-            "sys/fs/cgroup/cpu.stat": "usage_usec 9\nnr_throttled 1234\n",
-            "proc/stat": "cpu  1 2 3 4 5 6 7 8 9 0\n",
-        }
-    )
+def test_the_processors_in_words(machine, monkeypatch):
+    root = machine({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"})
     monkeypatch.setattr(processors, "affinity", lambda: 2)
-    monkeypatch.setattr(processors.os, "getloadavg", lambda: (9.0, 0.0, 0.0))
-    facts = processors.state(root)
-    assert "control groups grant the time of 1.5, and stopped this group 1,234 times" in facts["processors"]
-    assert facts["load"] == "9.0 in the last minute; busy: expect about 6 times the usual time"
-    assert facts["taken by other machines"].startswith("0%")
-    monkeypatch.setattr(processors.os, "getloadavg", lambda: (0.3, 0.0, 0.0))
-    assert processors.state(root)["load"] == "0.3 in the last minute; free"
-    assert "taken by other machines" not in processors.state(root / "nowhere")
+    monkeypatch.setattr(processors.os, "cpu_count", lambda: 4)
+    assert processors.described(root) == "2 of 4; control groups grant the time of 1.5"
+    assert processors.described(root / "nowhere") == "2 of 4"

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 import geoflow_fast as gf
-from geoflow_fast.ops import native
 
 ITEMS, WIDTH, TOP, POINTS = 40_000, 256, 10, 8
 FIRST, REQUESTS, TURNS = 10, 20, 3
@@ -81,7 +80,6 @@ def served(serve: Request) -> tuple[int, int]:
 def serve_all() -> None:
     """Prints what each kind of request takes."""
     torch.set_num_threads(2)
-    native.sleep_while_waiting()  # on a busy machine this starts two threads, once
     warnings.filterwarnings("ignore", "BayesReranker is uncalibrated")
     print(json.dumps({name: served(serve) for name, serve in requests().items()}))
 
