@@ -55,14 +55,15 @@ def chosen(
     training runs of baselines have these fields changed, and are kept in `folder`."""
     if names is None or list(names) == [EVERY]:
         names = default_methods(study, every=names is not None)
-    study = BaselineStudy.of(study, run_configs(names, study.val, changes or {}), folder)
+    study = BaselineStudy.of(study, run_configs(study.val, changes or {}), folder)
     return [create(name, study) for name in names]
 
 
-def run_configs(names: Sequence[str], pairs: EmbeddingPairs, changes: Mapping[str, Any]) -> dict[str, RunConfig]:
-    """The training run of every baseline of these names with these changes, if there are any."""
+def run_configs(pairs: EmbeddingPairs, changes: Mapping[str, Any]) -> dict[str, RunConfig]:
+    """The training run of every baseline with these changes, by method; empty without changes."""
+    if not changes:
+        return {}
     return {
-        name: dataclasses.replace(baselines.METHODS[name](pairs.image_dim, pairs.text_dim).default_config(), **changes)
-        for name in names
-        if changes and name in baselines.METHODS
+        name: dataclasses.replace(kind(pairs.image_dim, pairs.text_dim).default_config(), **changes)
+        for name, kind in baselines.METHODS.items()
     }

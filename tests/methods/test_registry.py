@@ -13,7 +13,7 @@ from benchmarks.methods.cli import app, with_command
 from geoflow_fast.evaluation import registry as installed
 from geoflow_fast.evaluation.figures import Series, style_of
 from geoflow_fast.evaluation.methods import Study
-from tests.evaluation.helpers import is_picture
+from tests.evaluation.helpers import is_picture, planted_pairs
 
 
 def test_long_training_only_by_name_or_all(pairs, held_out, small_flow):
@@ -45,8 +45,9 @@ def test_what_a_study_lacks_is_named(held_out):
             registry.create(name, Study(held_out))
 
 
-def test_settings_of_the_baselines_are_those_of_the_study(pairs, held_out, tmp_path):
-    (method,) = registry.chosen(["probvlm"], Study(held_out, pairs, seed=3), {"steps": 7}, tmp_path)
+def test_settings_of_the_baselines_are_those_of_the_study(tmp_path):
+    study = Study(planted_pairs(20, 0), planted_pairs(30, 1), seed=3)
+    (method,) = registry.chosen(["probvlm"], study, {"steps": 7}, tmp_path)
     assert isinstance(method.study, BaselineStudy)
     assert (method.study.folder, method.study.seed) == (tmp_path, 3)
     run = method.facts()["run"]
@@ -68,10 +69,10 @@ def test_figures_of_a_setting(tmp_path):
     assert is_picture(figures.draw_ablation(curves, [1, 10, 100], tmp_path / "ablation.png", **options))
 
 
-def test_names_of_methods_are_trained_and_scored(pairs, held_out, tmp_path):
+def test_names_of_methods_are_trained_and_scored(tmp_path):
     """Without a command the first argument names methods; finished runs and scores are kept."""
-    for name, part in (("train", pairs), ("val", held_out), ("test", pairs.subset(range(60)))):
-        part.save(tmp_path / name)
+    for seed, (name, count) in enumerate({"train": 120, "val": 90, "test": 60}.items()):
+        planted_pairs(count, seed).save(tmp_path / name)
     words = ["mc_dropout,hub_softmax,margin", "--steps", "3", "--batch-size", "16", "--resamples", "0", "--json"]
     words += [f"--{flag}={tmp_path / part}" for flag, part in (("train", "train"), ("held-out", "val"))]
     words += [f"--pairs={tmp_path / 'test'}", f"--out={tmp_path / 'out'}"]
