@@ -1,4 +1,4 @@
-"""The spaces a flow can live on: a product of unit spheres, or flat space for its Euclidean twin.
+"""The space a flow lives on: a product of unit spheres, unless a configuration has another manifold.
 
 A manifold knows how to project velocities, how to follow them, what its base distribution is, and how noise is joined
 to data. Points are rows [B, d] of one stream.
@@ -6,7 +6,6 @@ to data. Points are rows [B, d] of one stream.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor
 
 from geoflow_fast import geometry, ops
-from geoflow_fast.directions import Direction
 from geoflow_fast.noise import base_noise
 from geoflow_fast.ops.tangent_step import tangent_ab2_rows, tangent_stage_rows, tangent_step_rows
 
@@ -42,7 +40,6 @@ def _parts(v: Motion) -> Guided:
 class Manifold(ABC):
     """What a flow, its solvers and its training need to know about the space of one stream."""
 
-    name: str
     unit_norm: bool
     """True if all points have unit norm."""
 
@@ -131,7 +128,6 @@ class Manifold(ABC):
 class Sphere(Manifold):
     """The unit sphere with its geodesics and a uniform base distribution."""
 
-    name = "sphere"
     unit_norm = True
 
     def project(self, x: Tensor, v: Tensor) -> Tensor:
@@ -193,94 +189,9 @@ class Sphere(Manifold):
         return ops.flow_loss(*outputs, *target, *points, codes)[1]
 
 
-class Euclidean(Manifold):
-    """Flat space with straight lines and a standard normal base distribution."""
-
-    name = "euclidean"
-    unit_norm = False
-
-    def project(self, x: Tensor, v: Tensor) -> Tensor:  # noqa: ARG002
-        return v
-
-    def step(self, x: Tensor, v: Motion, h: float) -> Tensor:
-        return torch.add(x, self._velocity(v), alpha=h)
-
-    def retract(self, x: Tensor, v: Motion, h: float, at: Tensor | None = None) -> Tensor:  # noqa: ARG002
-        return self.step(x, v, h)
-
-    def stage(
-        self,
-        x: Tensor,
-        v: Motion,
-        h: float,
-        at: Tensor,  # noqa: ARG002
-        total: Tensor,
-        weight: float,
-    ) -> tuple[Tensor, Tensor]:
-        u = self._velocity(v)
-        return torch.add(x, u, alpha=h), torch.add(total, u, alpha=weight)
-
-    def multistep(self, x: Tensor, v: Motion, h: float, carried: Tensor | None, share: float) -> tuple[Tensor, Tensor]:
-        u = self._velocity(v)
-        return torch.add(x, u if carried is None else torch.add(u, u - carried, alpha=share), alpha=h), u
-
-    @staticmethod
-    def _velocity(v: Motion) -> Tensor:
-        v, free, guidance = _parts(v)
-        return v if free is None else torch.add(v, v - free, alpha=guidance)
-
-    def distance(self, a: Tensor, b: Tensor) -> Tensor:
-        return torch.linalg.vector_norm(a - b, dim=-1)
-
-    def freedom(self, d: int) -> int:
-        return d
-
-    def base_sample(self, n: int, d: int, kind: str = "iid", generator: torch.Generator | None = None) -> Tensor:
-        points = base_noise(n, d, kind, generator=generator)
-        normal = torch.randn(n, d, generator=generator, dtype=torch.float32, device="cpu")
-        return points * normal.norm(dim=1, keepdim=True)
-
-    def from_normal(self, x: Tensor) -> Tensor:
-        return x
-
-    def curvature(self, x: Tensor, f: Tensor) -> float:  # noqa: ARG002
-        return 0.0
-
-    def log_base(self, x: Tensor) -> Tensor:
-        return -0.5 * x.double().square().sum(1) - x.shape[1] / 2 * math.log(2 * math.pi)
-
-    def interpolant(
-        self,
-        noise: tuple[Tensor, Tensor],
-        data: tuple[Tensor, Tensor],
-        t: Tensor,
-        codes: Tensor,
-        drop: Tensor,
-        *,
-        check: bool = True,  # noqa: ARG002
-    ) -> Interpolant:
-        points, velocities = [], []
-        for start, end, given_in in zip(noise, data, (Direction.I2T, Direction.T2I)):
-            given = (codes == given_in.code).unsqueeze(-1)
-            shown = torch.where(drop.unsqueeze(-1), start, end)
-            points.append(torch.where(given, shown, torch.lerp(start, end, t.unsqueeze(-1))))
-            velocities.append(torch.where(given, 0.0, end - start))
-        return points[0], points[1], velocities[0], velocities[1]
-
-    def velocity_losses(
-        self,
-        outputs: tuple[Tensor, Tensor],
-        target: tuple[Tensor, Tensor],
-        points: tuple[Tensor, Tensor],  # noqa: ARG002
-        codes: Tensor,  # noqa: ARG002
-    ) -> Tensor:
-        return sum((out - v).square().sum(-1) for out, v in zip(outputs, target))  # type: ignore[return-value]
-
-
-SPHERE, EUCLIDEAN = Sphere(), Euclidean()
-MANIFOLDS: dict[str, Manifold] = {manifold.name: manifold for manifold in (SPHERE, EUCLIDEAN)}
+SPHERE = Sphere()
 
 
 def manifold_of(field: object) -> Manifold:
-    """The manifold a velocity field lives on: the sphere, unless its configuration names another."""
-    return MANIFOLDS[getattr(getattr(field, "config", None), "geometry", Sphere.name)]
+    """The manifold a velocity field lives on: the sphere, unless its configuration has another."""
+    return getattr(getattr(field, "config", None), "manifold", SPHERE)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.methods.euclidean import twin_of
 from benchmarks.methods.figures import draw_ablation
 from benchmarks.methods.zero_shot import zero_shot
 from geoflow_fast.data.pairs import EmbeddingPairs
@@ -64,7 +65,10 @@ class FlowTraining:
 
         Raises KeyboardInterrupt if training was asked to stop; its state is then saved.
         """
-        shape = dataclasses.replace(self.network, **(network or {}))
+        changes = dict(network or {})
+        euclidean = changes.pop("geometry", "sphere") == "euclidean"
+        shape = dataclasses.replace(self.network, **changes)
+        shape = twin_of(shape) if euclidean else shape
         config = dataclasses.replace(self.run, **(run or {}), seed=seed)
         torch.manual_seed(seed)
         flow = GeoFlow(shape).to(self.device)
@@ -100,7 +104,7 @@ class Variant:
     """The line on which the value lies, if values are numbers."""
     value: float = math.nan
     network: Mapping[str, Any] = field(default_factory=dict)
-    """Changes of the network, which is then trained anew."""
+    """Changes of the network, which is then trained anew; `geometry` may be "euclidean"."""
     run: Mapping[str, Any] = field(default_factory=dict)
     """Changes of the training run."""
     density: DensitySettings | None = None

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.methods import baselines, registry, studies
+from benchmarks.methods.activations import write_activations
 from benchmarks.methods.recipe import Recipe, RecipeData, load_recipe, run_recipe
 from benchmarks.methods.registry import RUNS_FOLDER
 from benchmarks.methods.zero_shot_page import zero_shot_folders
@@ -32,6 +33,7 @@ from geoflow_fast.cli.base import (
 )
 from geoflow_fast.cli.evaluate import BinsFlag, MaxQueriesFlag, ResamplesFlag, names_of, print_rows
 from geoflow_fast.data.pairs import EmbeddingPairs
+from geoflow_fast.encoders.open_clip import DEFAULT_MODEL, OpenClipEncoder
 from geoflow_fast.evaluation.job import PAGE, EvaluationSettings, evaluate_folders
 from geoflow_fast.evaluation.results import RESULTS_JSON
 from geoflow_fast.evaluation.verdict import verdict
@@ -263,6 +265,22 @@ def _run_recipe(chosen: Recipe, base: Path, out: Path, device: str) -> None:
     with continued_later():
         page = run_recipe(chosen, base, out, device=device, announce=lambda words: typer.echo(words, err=True))
     typer.echo(f"Wrote {page}")
+
+
+@app.command(epilog="Example: python -m benchmarks.methods activations --images photos/ --embedded photos_embedded/")
+def activations(
+    images: Annotated[Path, typer.Option(help="The images that were embedded.")],
+    embedded: Annotated[Path, typer.Option(help="The folder that geoflow embed wrote.")],
+    model: Annotated[str, typer.Option(help="The open_clip model that embedded them.")] = DEFAULT_MODEL,
+    pretrained: Annotated[str | None, typer.Option(help="Tag of its weights.")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="File of its weights.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Images at once.", min=1)] = 64,
+    device: DeviceFlag = "auto",
+) -> None:
+    """Writes the inputs of an encoder's last projections beside its embeddings; bayesvlm needs them."""
+    encoder = OpenClipEncoder.load(model, pretrained, checkpoint, device=device)
+    write_activations(encoder, images, embedded, batch_size)
+    typer.echo(f"Wrote {embedded}")
 
 
 def study_names() -> list[str]:

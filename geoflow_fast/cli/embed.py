@@ -19,7 +19,7 @@ app = Commands()
 GROUPS = {
     "What is embedded": "images texts path_column caption_column text_column other_column id_column",
     "The encoder": "encoder model pretrained checkpoint revision prompt device precision",
-    "The output": "out dtype pre_projection shard_rows overwrite",
+    "The output": "out dtype shard_rows overwrite",
 }
 """The headings of the help, with the flags below them."""
 
@@ -97,9 +97,6 @@ def embed(
     precision: Annotated[
         str, typer.Option(help="float32, float16 or bfloat16 (mixed precision); auto: float16 on a GPU, else float32.")
     ] = "auto",
-    pre_projection: Annotated[
-        bool, typer.Option("--pre-projection", help="Also write the last projections and the activations before them.")
-    ] = False,
     overwrite: OverwriteFlag = False,
     device: DeviceFlag = "auto",
     as_json: JsonFlag = False,
@@ -146,7 +143,6 @@ def embed(
             workers=workers,
             shard_rows=shard_rows,
             dtype=dtype,
-            pre_projection=pre_projection,
             overwrite=overwrite,
         )
     if as_json:

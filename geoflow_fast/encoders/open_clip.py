@@ -77,12 +77,12 @@ class OpenClipEncoder:
         self._weights = weights_digest(model)
         self.model: Any = model.eval().to(self.device)
         image_tower, text_tower = self.model.visual, getattr(model, "text", model)
-        self._projection = {
+        self.last = {  # the last projections, None for a tower that does not end in a linear map
             # open_clip's own vision transformers have the first of these, timm's models the second.
-            "image": _Projection.find(image_tower, "proj")
-            or _Projection.find(getattr(image_tower, "head", None), "proj"),
+            "image": Projection.find(image_tower, "proj")
+            or Projection.find(getattr(image_tower, "head", None), "proj"),
             # open_clip's own text towers have the first of these, those of Hugging Face the second.
-            "text": _Projection.find(text_tower, "text_projection") or _Projection.find(text_tower, "proj"),
+            "text": Projection.find(text_tower, "text_projection") or Projection.find(text_tower, "proj"),
         }
         self.dim = self._find_dim()
 
@@ -136,11 +136,11 @@ class OpenClipEncoder:
 
     def encode_images(self, images: Sequence[ImageLike]) -> Tensor:
         """Embeds images: float32 unit rows [B, dim] on the CPU."""
-        return self.project_images(self.image_activations(images))
+        return self._project("image", self.image_activations(images))
 
     def encode_texts(self, texts: Sequence[str]) -> Tensor:
         """Embeds texts: float32 unit rows [B, dim] on the CPU."""
-        return self.project_texts(self.text_activations(texts))
+        return self._project("text", self.text_activations(texts))
 
     @torch.inference_mode()
     def image_activations(self, images: Sequence[ImageLike]) -> Tensor:
@@ -165,52 +165,26 @@ class OpenClipEncoder:
         with self._tower("text"):
             return self.model.encode_text(tokens, normalize=False).float()
 
-    def project_images(self, activations: Tensor) -> Tensor:
-        """Embeddings of image activations [B, k_I]: float32 unit rows [B, dim] on the CPU."""
-        return self._project("image", activations)
-
-    def project_texts(self, activations: Tensor) -> Tensor:
-        """Embeddings of text activations [B, k_T]: float32 unit rows [B, dim] on the CPU."""
-        return self._project("text", activations)
-
-    def projections(self) -> dict[str, Tensor]:
-        """Returns the last projections: `image.weight` [dim, k_I], `text.weight` [dim, k_T], and `.bias` [dim] if any.
-
-        A tower that does not end in a linear projection raises a ValueError.
-        """
-        weights: dict[str, Tensor] = {}
-        for tower, projection in self._projection.items():
-            if projection is None:
-                raise ValueError(
-                    f"the {tower} tower of {self.name or 'this model'} does not end in a linear projection, so there "
-                    "are no activations before it"
-                )
-            weights |= {f"{tower}.{name}": value.detach() for name, value in projection.linear.named_parameters()}
-        return weights
-
     @contextlib.contextmanager
     def _tower(self, name: str) -> Iterator[None]:
         """Runs the network in its precision, and the tower `name` without its last projection."""
-        mixed, projection = mixed_precision(self.device, self.precision), self._projection[name]
+        mixed, projection = mixed_precision(self.device, self.precision), self.last[name]
         with mixed, projection.left_out() if projection else contextlib.nullcontext():
             yield
 
     @torch.inference_mode()
     def _project(self, tower: str, activations: Tensor) -> Tensor:
-        projection, width = self._projection[tower], self._width_before(tower)
-        if checks.with_values(activations, "activations").dim() != 2 or activations.shape[1] != width:
-            raise ValueError(f"activations must be [B, {width}], got {tuple(activations.shape)}")
-        activations = activations.float()
+        projection = self.last[tower]
         if projection is None:
             return unit_rows(activations)
         return unit_rows(projection.linear(activations.to(projection.linear.weight.device)))
 
     def _width_before(self, tower: str) -> int:
-        projection = self._projection[tower]
+        projection = self.last[tower]
         return self.dim if projection is None else projection.linear.in_features
 
     def _find_dim(self) -> int:
-        for projection in self._projection.values():
+        for projection in self.last.values():
             if projection is not None:
                 return projection.linear.out_features
         side = self.model.visual.image_size
@@ -224,7 +198,7 @@ class OpenClipEncoder:
 
 
 @dataclass(frozen=True)
-class _Projection:
+class Projection:
     """The last linear map of a tower: attribute `name` of `owner`."""
 
     owner: nn.Module
@@ -233,7 +207,7 @@ class _Projection:
     """A float32 copy of the map."""
 
     @classmethod
-    def find(cls, owner: Any, name: str) -> _Projection | None:
+    def find(cls, owner: Any, name: str) -> Projection | None:
         """Finds a linear layer, or a matrix [k, dim] by which the tower multiplies from the right."""
         projection = getattr(owner, name, None)
         if isinstance(projection, nn.Parameter):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Union, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Union
 
 import torch
 from torch import Tensor, nn
@@ -45,29 +45,6 @@ class Encoder(Protocol):
 
     def encode_texts(self, texts: Sequence[str]) -> Tensor:
         """Embeds texts, with the same kind of result as `encode_images`."""
-
-
-@runtime_checkable
-class ProjectingEncoder(Protocol):
-    """An encoder whose towers end in a linear projection, and which also returns the activations before it."""
-
-    def image_activations(self, images: Sequence[ImageLike]) -> Tensor:
-        """Returns the output of the image tower before its last projection, float32 [B, k_I]."""
-
-    def text_activations(self, texts: Sequence[str]) -> Tensor:
-        """Returns the output of the text tower before its last projection, float32 [B, k_T]."""
-
-    def project_images(self, activations: Tensor) -> Tensor:
-        """Projects image activations and scales them to unit norm: embeddings [B, dim]."""
-
-    def project_texts(self, activations: Tensor) -> Tensor:
-        """Projects text activations and scales them to unit norm: embeddings [B, dim]."""
-
-    def projections(self) -> dict[str, Tensor]:
-        """Returns `image.weight` [dim, k_I], `text.weight` [dim, k_T], and `.bias` [dim] where there is one.
-
-        A tower without a last projection is a ValueError.
-        """
 
 
 def stack_images(prepare: Callable[[Image], Tensor], images: Sequence[ImageLike]) -> Tensor:

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from geoflow_fast.manifolds import MANIFOLDS, Manifold
+from geoflow_fast.manifolds import SPHERE, Manifold
 from geoflow_fast.runtime import checks, processors
 
 SIZES = {
@@ -41,7 +41,6 @@ class GeoFlowConfig:
     `heads`: heads of the cross-gate, which must divide `hidden`. `layer_scale`: initial weight of every residual branch
     (0.1 suits short runs of small networks). `time_scale`: standard deviation of the Fourier frequencies of time.
     `dropout`: rate of dropout on every residual branch while training.
-    `geometry`: "sphere", or "euclidean" for a flow along straight lines with a Gaussian base distribution.
     `centre` subtracts the training mean from the embeddings of each modality, and `pca_dim` keeps that many principal
     components of each; both are useful when pairs are few. `anchored`: the flow begins with a linear prediction of the
     generated stream from the given one, which is fitted before the first step (`flow/anchor.py`).
@@ -55,7 +54,6 @@ class GeoFlowConfig:
     dropout: float = 0.05
     layer_scale: float = 1e-4
     time_scale: float = 1.0
-    geometry: str = "sphere"
     centre: bool = False
     pca_dim: int | None = None
     anchored: bool = False
@@ -83,8 +81,6 @@ class GeoFlowConfig:
             raise ValueError(
                 f"layer_scale={self.layer_scale} and time_scale={self.time_scale} must be finite, time_scale > 0"
             )
-        if self.geometry not in MANIFOLDS:
-            raise ValueError(f"geometry must be one of {tuple(MANIFOLDS)}, got {self.geometry!r}")
 
     @classmethod
     def paper(cls, image_dim: int = 1024, text_dim: int = 1024) -> GeoFlowConfig:
@@ -116,10 +112,10 @@ class GeoFlowConfig:
         """Inner width of the feed-forward layers: 8/3 H, rounded up to a multiple of 64."""
         return 64 * math.ceil(self.hidden * 8 / 3 / 64)
 
-    @functools.cached_property
+    @property
     def manifold(self) -> Manifold:
-        """The space that `geometry` names."""
-        return MANIFOLDS[self.geometry]
+        """The space of each stream."""
+        return SPHERE
 
     @functools.cached_property
     def flow_dims(self) -> tuple[int, int]:

@@ -81,11 +81,11 @@ class GeoFlow(hub.Pretrained, nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def summary(self) -> str:
-        """Geometry, widths and number of parameters in one line."""
+        """Widths and number of parameters in one line."""
         c = self.config
         millions = self.num_parameters() / 1e6
         return (
-            f"{c.geometry} flow, image {c.image_dim} x text {c.text_dim}, hidden {c.hidden}, depth {c.depth}, "
+            f"flow, image {c.image_dim} x text {c.text_dim}, hidden {c.hidden}, depth {c.depth}, "
             f"heads {c.heads}: {millions:.2f} million parameters"
         )
 
@@ -369,7 +369,7 @@ def save_weights(
 
 def flow_digest(flow: GeoFlow) -> str:
     """SHA-256 of configuration and weights, on which the results of a job depend. The weights alone would not do: the
-    geometry, for one, leaves no trace in them."""
+    manifold, for one, leaves no trace in them."""
     tensors, shares = dict(flow.state_dict()), flow.state_dict().get("anchor.shares")
     if shares is not None and bool((shares == 1).all()):
         del tensors["anchor.shares"]  # digests of such flows are those from before there were shares

@@ -1,4 +1,4 @@
-"""Fixed-step solvers on a product of spheres (or flat spaces, for the Euclidean twin), in either direction of time."""
+"""Fixed-step solvers on a product of spheres or of other manifolds, in either direction of time."""
 
 from __future__ import annotations
 

@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from geoflow_fast.data.embeddings import IMAGE_FOLDER, TEXT_FOLDER
 from geoflow_fast.data.pairs import INDEX_FILE, METADATA_FOLDER
-from geoflow_fast.encoders.protocol import Encoder, ProjectingEncoder
+from geoflow_fast.encoders.protocol import Encoder
 from geoflow_fast.encoders.sources import ImageSource, Skipped, open_images, printable
 from geoflow_fast.jobs.job import FACTS_FILE, read_facts, refuse_other_job
 from geoflow_fast.jobs.shard import EmbedSettings, Shard, prepared_samples
@@ -43,23 +42,21 @@ from geoflow_fast.runtime.files import (
 )
 from geoflow_fast.runtime.interrupt import stop_on_interrupt
 from geoflow_fast.runtime.progress import progress_bar
-from geoflow_fast.runtime.tensors import save_tensors
 
 FORMAT = 1
 """This number goes up when a release computes other embeddings from the same settings, so that it does not continue the
 shards of an older one."""
 SHARD_ROWS = 16384
 """Images per shard. A kill loses at most the work on one shard."""
-IMAGE_PRE, TEXT_PRE, IMAGE_METADATA = "img_pre", "text_pre", "img_metadata"
-RESULT_FILE, SKIPPED_FILE, PROJECTIONS_FILE = "embed.json", "skipped.csv", "projections.safetensors"
-PROJECTIONS_KIND = "projections"
+IMAGE_METADATA = "img_metadata"
+RESULT_FILE, SKIPPED_FILE = "embed.json", "skipped.csv"
 DTYPES = ("float32", "float16")
 OWN = "|".join(
     (
-        rf"(?P<rows>{IMAGE_FOLDER}|{TEXT_FOLDER}|{IMAGE_PRE}|{TEXT_PRE})/(?P=rows)_\d+\.npy",
+        rf"(?P<rows>{IMAGE_FOLDER}|{TEXT_FOLDER})/(?P=rows)_\d+\.npy",
         rf"(?P<table>{METADATA_FOLDER}|{IMAGE_METADATA})/(?P=table)_\d+\.parquet",
         r"shard_\d+\.(done|part)",
-        *map(re.escape, (INDEX_FILE, RESULT_FILE, SKIPPED_FILE, PROJECTIONS_FILE, FACTS_FILE, LOCK_FILE)),
+        *map(re.escape, (INDEX_FILE, RESULT_FILE, SKIPPED_FILE, FACTS_FILE, LOCK_FILE)),
     )
 )
 """What a job makes in its folder, as a pattern. Nothing else is ever removed."""
@@ -90,7 +87,6 @@ def embed_images(
     workers: int = 4,
     shard_rows: int = SHARD_ROWS,
     dtype: str = "float32",
-    pre_projection: bool = False,
     overwrite: bool = False,
     progress: bool | None = None,
 ) -> EmbedSummary:
@@ -99,9 +95,8 @@ def embed_images(
     `images`: a folder, a table or tar shards, as in docs/embedding.md. The layout is clip-retrieval's, plus
     `image_index.npy` unless every image has exactly one text. `metadata/` has a row per text and `img_metadata/` a row
     per image; without captions `metadata/` has a row per image. `skipped.csv` lists what could not be read.
-    `pre_projection` adds `img_pre/`, `text_pre/` and `projections.safetensors`: the activations before the encoder's
-    last projections, and the projections. `batch_size`: images encoded at once. `workers`: threads that load images.
-    `shard_rows`: images per shard. `dtype`: "float32" or "float16". `progress`: show a bar; by default on a terminal.
+    `batch_size`: images encoded at once. `workers`: threads that load images. `shard_rows`: images per shard. `dtype`:
+    "float32" or "float16". `progress`: show a bar; by default on a terminal.
 
     If the job is killed, the same call continues it; output of another job is refused unless `overwrite` is set. On
     Ctrl-C the current batch is completed and all work so far is kept; a second Ctrl-C stops at once.
@@ -113,19 +108,11 @@ def embed_images(
         raise ValueError(f"out must be a folder of its own, got {folder}")
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    if pre_projection:
-        _projections(encoder)  # raises now, rather than after hours of encoding
     source = images if isinstance(images, ImageSource) else open_images(images)
     if source.has_captions:
         encoder.encode_texts(["a picture"])  # reports a tokenizer that cannot be loaded before any image is encoded
-    job = _EmbedJob(source, encoder, folder, EmbedSettings(batch_size, workers, shard_rows, dtype, pre_projection))
+    job = _EmbedJob(source, encoder, folder, EmbedSettings(batch_size, workers, shard_rows, dtype))
     return job.run(overwrite=overwrite, shown=progress)
-
-
-def _projections(encoder: Encoder) -> dict[str, Tensor]:
-    if not isinstance(encoder, ProjectingEncoder):
-        raise ValueError(f"{type(encoder).__name__} does not show activations before a projection")
-    return encoder.projections()
 
 
 class _EmbedJob:
@@ -145,7 +132,6 @@ class _EmbedJob:
             "batch_size": settings.batch_size,
             "shard_rows": settings.shard_rows,
             "dtype": settings.dtype,
-            "pre_projection": settings.pre_projection,
         }
         self.facts: dict[str, Any] = json.loads(json.dumps(facts, allow_nan=False))
         numbers = range(len(source))
@@ -238,13 +224,10 @@ class _EmbedJob:
         if self.source.has_captions:
             arrays[TEXT_FOLDER] = shard.texts
             tables = {IMAGE_METADATA: shard.image_columns, METADATA_FOLDER: shard.text_columns}
-        if self.settings.pre_projection:
-            arrays |= {IMAGE_PRE: shard.image_pre} | ({TEXT_PRE: shard.text_pre} if self.source.has_captions else {})
         for name in (*arrays, *tables):
             (self.folder / name).mkdir(exist_ok=True)
         for name, parts in arrays.items():
-            dtype = self.settings.dtype if name in (IMAGE_FOLDER, TEXT_FOLDER) else np.float32
-            write_npy(self.folder / name / f"{name}_{number}.npy", np.concatenate(parts).astype(dtype))
+            write_npy(self.folder / name / f"{name}_{number}.npy", np.concatenate(parts).astype(self.settings.dtype))
         for name, columns in tables.items():
             _write_table(self.folder / name / f"{name}_{number}.parquet", columns)
         done = {
@@ -269,9 +252,6 @@ class _EmbedJob:
             index = np.concatenate([parquet.read_columns(path, ["image_index"])["image_index"] for path in files])
             if not np.array_equal(index, np.arange(images)):
                 write_npy(self.folder / INDEX_FILE, index)
-        if self.settings.pre_projection:
-            projections = _projections(self.encoder)
-            save_tensors(self.folder / PROJECTIONS_FILE, projections, kind=PROJECTIONS_KIND, info=self.encoder.facts())
         _write_skipped(self.folder / SKIPPED_FILE, skipped)
         parts = collections.Counter(item.part for item in skipped)
         summary = EmbedSummary(images, texts, parts["image"], parts["caption"], self.encoder.dim, len(done))

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from geoflow_fast.encoders.protocol import Encoder, ProjectingEncoder
+from geoflow_fast.encoders.protocol import Encoder
 from geoflow_fast.encoders.sources import UNREADABLE, ImageSource, Skipped, printable, reason_of
 from geoflow_fast.runtime.files import contents_of
 from geoflow_fast.runtime.tensors import load_tensors, save_tensors
@@ -32,7 +32,6 @@ class EmbedSettings:
     workers: int
     shard_rows: int
     dtype: str
-    pre_projection: bool
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Shard:
     source that were seen, including those that could not be read.
     """
 
-    ARRAYS = ("images", "texts", "image_pre", "text_pre")
+    ARRAYS = ("images", "texts")
     KIND = "part of a shard"
 
     def __init__(self, settings: EmbedSettings, *, with_texts: bool) -> None:
@@ -60,8 +59,6 @@ class Shard:
         self.first_image = self.rows = 0
         self.images: list[NDArray[Any]] = []
         self.texts: list[NDArray[Any]] = []
-        self.image_pre: list[NDArray[Any]] = []
-        self.text_pre: list[NDArray[Any]] = []
         self.image_columns: dict[str, list[Any]] = {"image_path": []}
         self.text_columns: dict[str, list[Any]] = {"image_path": [], "caption": [], "image_index": []}
         self.skipped: list[Skipped] = []
@@ -96,9 +93,8 @@ class Shard:
         self.skipped += [item for sample in samples for item in sample.skipped]
         readable = [sample for sample in samples if sample.image is not None]
         names = [sample.name for sample in readable]
-        rows, pre, good = self._encode(encoder, "image", [sample.image for sample in readable], names)
+        rows, good = self._encode(encoder, "image", [sample.image for sample in readable], names)
         self.images.append(rows)
-        self.image_pre.append(pre)
         first = self.first_image + len(self.image_columns["image_path"])
         embedded = [readable[number] for number in good]
         self.image_columns["image_path"] += [printable(sample.name) for sample in embedded]
@@ -109,9 +105,8 @@ class Shard:
         for low in range(0, max(1, len(texts)), self.settings.batch_size):
             batch = texts[low : low + self.settings.batch_size]
             names = [name for _, name, _ in batch]
-            rows, pre, good = self._encode(encoder, "caption", [caption for _, _, caption in batch], names)
+            rows, good = self._encode(encoder, "caption", [caption for _, _, caption in batch], names)
             self.texts.append(rows)
-            self.text_pre.append(pre)
             for index, name, caption in (batch[number] for number in good):
                 self.text_columns["image_path"].append(printable(name))
                 self.text_columns["caption"].append(caption)
@@ -119,22 +114,13 @@ class Shard:
 
     def _encode(
         self, encoder: Encoder, part: str, items: list[Any], names: list[str]
-    ) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.int64]]:
+    ) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """Encodes images or captions, and notes those without a finite embedding as skipped.
 
-        Returns the embeddings [B, d] of the others, their activations before the projection [B, k] (or [B, 0]), and
-        their positions among `items`.
+        Returns the embeddings [B, d] of the others, and their positions among `items`.
         """
         try:
-            if self.settings.pre_projection:
-                assert isinstance(encoder, ProjectingEncoder)  # embed_images has asked for its projections
-                activations = encoder.image_activations if part == "image" else encoder.text_activations
-                project = encoder.project_images if part == "image" else encoder.project_texts
-                pre = activations(items)
-                rows, before = project(pre).numpy(), pre.cpu().numpy()
-            else:
-                rows = (encoder.encode_images(items) if part == "image" else encoder.encode_texts(items)).numpy()
-                before = np.empty((len(rows), 0), np.float32)
+            rows = (encoder.encode_images(items) if part == "image" else encoder.encode_texts(items)).numpy()
         except torch.OutOfMemoryError as error:
             raise ValueError(
                 f"a batch of {len(items)} does not fit into the device's memory; choose a smaller --batch-size"
@@ -142,7 +128,7 @@ class Shard:
         finite = np.isfinite(rows).all(axis=1)
         reason = "the encoder gave no direction for it (NaN or zero)"
         self.skipped += [Skipped(names[number], part, reason) for number in np.flatnonzero(~finite)]
-        return rows[finite], before[finite], np.flatnonzero(finite)
+        return rows[finite], np.flatnonzero(finite)
 
 
 @contextlib.contextmanager

@@ -326,8 +326,8 @@ class BatchMaker:
         return target
 
     def unit_noise(self, noise: Streams) -> Streams:
-        """Noise scaled to unit norm. The data of the Euclidean twin have unit norm, so what tells targets apart is the
-        direction of its Gaussian noise."""
+        """Noise scaled to unit norm. Data have unit norm, so what tells targets apart is the direction of the noise,
+        where its manifold leaves it another norm."""
         image, text = noise
         return (image, text) if self.manifold.unit_norm else (functional.normalize(image), functional.normalize(text))
 

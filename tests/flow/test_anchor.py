@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import geoflow_fast as gf
+from benchmarks.methods.euclidean import EUCLIDEAN
 from geoflow_fast.flow.anchor import POWERS, RIDGES, Anchor, shrunken_map
-from geoflow_fast.manifolds import MANIFOLDS
+from geoflow_fast.manifolds import SPHERE
 from geoflow_fast.noise import sample_uniform
 from geoflow_fast.training.flow_matching import FlowMatching
 from geoflow_fast.training.loop import Run
@@ -125,16 +126,15 @@ def test_a_half_is_predicted_from_the_other_one_alone():
     assert float((predictions - generated).square().mean()) > 0.9 * float(generated.square().mean())  # nothing to learn
 
 
-@pytest.mark.parametrize("geometry", ["sphere", "euclidean"])
-def test_weights_are_those_of_least_squares(geometry):
+@pytest.mark.parametrize("manifold", [SPHERE, EUCLIDEAN])
+def test_weights_are_those_of_least_squares(manifold):
     """A tenth more or less of them fits the velocities worse."""
     anchor, pairs = Anchor((6, 6)), aligned_pairs(2000, 6)
     streams = pairs[np.arange(2000)]
     anchor.shares.fill_(0.3)
-    anchor.fit(streams, torch.arange(2000) % 2 == 0, torch.eye(6), MANIFOLDS[geometry], seed=0)
+    anchor.fit(streams, torch.arange(2000) % 2 == 0, torch.eye(6), manifold, seed=0)
     assert anchor.shares.tolist() == [1.0, 1.0]  # the whole network counts, until held-out queries say otherwise
     assert all(bool((gain == gain[:, :1]).all()) for gain in anchor.gains)
-    manifold = MANIFOLDS[geometry]
     generator = torch.Generator().manual_seed(5)
     rows = torch.randint(2000, (20_000,), generator=generator)
     noise = manifold.from_normal(torch.randn(20_000, 6, generator=generator))

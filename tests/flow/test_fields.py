@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import geoflow_fast as gf
+from benchmarks.methods.euclidean import EUCLIDEAN, EuclideanConfig
 from geoflow_fast.directions import DIRECTIONS
 from geoflow_fast.flow.fields import PlainField, as_flow
-from geoflow_fast.manifolds import EUCLIDEAN, SPHERE
+from geoflow_fast.manifolds import SPHERE
 from geoflow_fast.noise import sample_uniform
 from geoflow_fast.worlds import PairField
 
@@ -33,7 +34,7 @@ def test_a_flow_has_the_interface_itself():
     assert flow.manifold is SPHERE
     assert flow.flow_dims == (9, 7)
     assert flow.example.dtype == torch.float32
-    assert gf.GeoFlow(gf.GeoFlowConfig(9, 7, 32, 1, geometry="euclidean")).manifold is EUCLIDEAN
+    assert gf.GeoFlow(EuclideanConfig(9, 7, 32, 1)).manifold is EUCLIDEAN
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
+from benchmarks.methods.euclidean import EUCLIDEAN
 from geoflow_fast import noise
 from geoflow_fast.flow.solvers import GRIDS, SOLVERS, evaluation_times, integrate, time_grid
-from geoflow_fast.manifolds import EUCLIDEAN
 
 ORDER = {"euler": 1, "ab2": 2, "midpoint": 2, "rk4": 4}
 

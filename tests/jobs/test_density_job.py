@@ -99,11 +99,11 @@ def test_a_killed_job_is_continued(world):
         assert np.array_equal(column, continued[name])
 
 
-def test_another_geometry_is_another_job(world):
-    """The weights of a flow and of its Euclidean twin do not differ, but their configurations do."""
+def test_another_configuration_is_another_job(world):
+    """The weights of two flows do not differ, but their configurations do."""
     make(world, "out.parquet")
     flow = gf.GeoFlow.from_pretrained(world / "model")
-    twin = gf.GeoFlow(dataclasses.replace(flow.config, geometry="euclidean"))
+    twin = gf.GeoFlow(dataclasses.replace(flow.config, dropout=0.1))
     twin.load_state_dict(flow.state_dict())
     twin.save_pretrained(world / "model")
     with pytest.raises(FileExistsError, match="not the result of this job"):

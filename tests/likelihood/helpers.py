@@ -18,11 +18,13 @@ def oracles(d: int, rows: int = 16):
     return image, text, (PairField(rotation, 1.1), BumpField(image[0], text[0], 0.8))
 
 
-def random_flow(dtype: torch.dtype = torch.float64, **changes) -> gf.GeoFlow:
+def random_flow(
+    dtype: torch.dtype = torch.float64, kind: type[gf.GeoFlowConfig] = gf.GeoFlowConfig, **changes
+) -> gf.GeoFlow:
     """A network whose every part matters."""
     torch.manual_seed(0)
     shape = {"hidden": 16, "depth": 2, "heads": 2, "layer_scale": 0.5} | changes
-    return randomised(gf.GeoFlow(gf.GeoFlowConfig(6, 5, **shape)).to(dtype), 0.25)
+    return randomised(gf.GeoFlow(kind(6, 5, **shape)).to(dtype), 0.25)
 
 
 def random_pairs(rows: int, dtype: torch.dtype = torch.float64):

@@ -11,6 +11,7 @@ import torch
 import torchdiffeq
 
 import geoflow_fast as gf
+from benchmarks.methods.euclidean import EuclideanConfig
 from geoflow_fast.directions import DIRECTIONS, Direction
 from geoflow_fast.geometry import log_area, normalize
 from geoflow_fast.likelihood.density import epistemic_stderr
@@ -189,7 +190,7 @@ def test_the_standard_error_is_the_standard_deviation_of_the_estimate(orthogonal
 
 def test_the_gaussian_base_of_a_flat_field_that_stands_still():
     class Still:
-        config = gf.GeoFlowConfig(6, 5, geometry="euclidean")
+        config = EuclideanConfig(6, 5)
 
         def velocity(self, image, text, *_):
             return torch.zeros_like(image), torch.zeros_like(text)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import geoflow_fast as gf
+from benchmarks.methods.euclidean import EuclideanConfig
 from geoflow_fast.directions import DIRECTIONS
 from geoflow_fast.geometry import log_area, project_tangent
 from geoflow_fast.noise import sample_uniform
@@ -28,7 +29,7 @@ def test_the_network_and_any_field_give_the_same_answer(direction, solver, tange
 
 
 def test_the_euclidean_twin_gives_the_same_answer_as_any_flat_field():
-    flow = random_flow(geometry="euclidean")
+    flow = random_flow(kind=EuclideanConfig)
     image, text = random_pairs(5)
     slow = Opaque(flow)
     slow.config = flow.config

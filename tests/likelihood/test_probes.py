@@ -10,11 +10,12 @@ import torch
 from scipy import stats
 
 import geoflow_fast as gf
+from benchmarks.methods.euclidean import EUCLIDEAN
 from geoflow_fast.directions import DIRECTIONS, Direction
 from geoflow_fast.geometry import dot, project_tangent
 from geoflow_fast.likelihood.probes import Probes
 from geoflow_fast.likelihood.reverse_ode import density_estimates
-from geoflow_fast.manifolds import EUCLIDEAN, SPHERE, Manifold
+from geoflow_fast.manifolds import SPHERE, Manifold
 from geoflow_fast.noise import sample_uniform
 from geoflow_fast.ops.tangent_probes import hashed_normals, probe_traces_reference
 from tests.likelihood.helpers import oracles, random_flow, random_pairs, seeded

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import geoflow_fast as gf
+from benchmarks.methods.euclidean import EuclideanConfig
 from geoflow_fast.directions import Direction
 from geoflow_fast.flow.forward_mode import ForwardMode
 from geoflow_fast.likelihood.reverse_ode import _ReverseSolve, density_estimates
@@ -43,9 +44,9 @@ def test_chunks_do_not_change_the_result(options, monkeypatch):
     torch.testing.assert_close(part, every[..., 30:], atol=1e-11, rtol=0)
 
 
-@pytest.mark.parametrize("geometry", ["sphere", "euclidean"])
-def test_shared_probes_are_those_of_the_first_row(geometry):
-    flow = random_flow(geometry=geometry)
+@pytest.mark.parametrize("kind", [gf.GeoFlowConfig, EuclideanConfig])
+def test_shared_probes_are_those_of_the_first_row(kind):
+    flow = random_flow(kind=kind)
     image, text = random_pairs(9)
     shared = gf.log_density(flow, image, text, "i2t", generator=seeded(), settings=gf.DensitySettings(shared=True))
     options = {"direction": "i2t", "settings": gf.DensitySettings(probe="gaussian")}

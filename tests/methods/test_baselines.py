@@ -323,7 +323,7 @@ def activations(count: int, seed: int, k: tuple[int, int] = (9, 7)) -> tuple[bas
 
 
 def write_activations(folder: Path, source: baselines.Activations) -> None:
-    """Writes what `geoflow embed --pre-projection` writes."""
+    """Writes what `python -m benchmarks.methods activations` writes."""
     for name, rows in (("img_pre", source.image), ("text_pre", source.text)):
         (folder / name).mkdir()
         np.save(folder / name / f"{name}_0.npy", rows.parts[0])
@@ -418,10 +418,10 @@ class TestBayesVLM:
         uncertainty = baselines.load(tmp_path).uncertainty(queries, items, "t2i")
         assert torch.equal(uncertainty, fitted.uncertainty(queries, items, "t2i"))
 
-    def test_opens_what_the_embed_command_writes(self, tmp_path):
+    def test_opens_what_the_command_writes(self, tmp_path):
         source, pairs = activations(30, 6)
         pairs.save(tmp_path, dtype=np.float32)
-        with pytest.raises(FileNotFoundError, match=r"img_pre does not exist: .*--pre-projection"):
+        with pytest.raises(FileNotFoundError, match=r"img_pre does not exist: .*methods activations"):
             baselines.Activations.open(tmp_path)
         write_activations(tmp_path, source)
         options = {"folder": tmp_path, "device": "cpu"}
@@ -461,12 +461,12 @@ class TestBayesVLM:
             methods = chosen(("margin", "bayesvlm"), Study(test, train))
             compare(Study(test, train), test, methods, folder=tmp_path / "out")
 
-        with pytest.raises(FileNotFoundError, match=r"train.img_pre does not exist: .*--pre-projection"):
+        with pytest.raises(FileNotFoundError, match=r"train.img_pre does not exist: .*methods activations"):
             evaluated(opened["train"], opened["test"])
-        with pytest.raises(ValueError, match=r"the training pairs do not come from a folder: .*--pre-projection"):
+        with pytest.raises(ValueError, match=r"the training pairs do not come from a folder: .*methods activations"):
             evaluated(folders["train"][1], opened["test"])
         write_activations(tmp_path / "train", folders["train"][0])
-        with pytest.raises(FileNotFoundError, match=r"test.img_pre does not exist: .*--pre-projection"):
+        with pytest.raises(FileNotFoundError, match=r"test.img_pre does not exist: .*methods activations"):
             evaluated(opened["train"], opened["test"])
         write_activations(tmp_path / "test", folders["other"][0])
         with pytest.raises(ValueError, match="not the pairs' embeddings"):
@@ -475,7 +475,7 @@ class TestBayesVLM:
 
     def test_bad_input(self, fitted):
         source, pairs = activations(30, 7)
-        with pytest.raises(ValueError, match="geoflow embed --pre-projection"):
+        with pytest.raises(ValueError, match=r"benchmarks\.methods activations"):
             baselines.BayesVLM(5, 5).fit(pairs)
         with pytest.raises(ValueError, match="not the pairs' embeddings"):
             baselines.BayesVLM(5, 5).set_activations(source).fit(activations(30, 8)[1])

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import geoflow_fast as gf
+from benchmarks.methods.euclidean import twin_of
 from geoflow_fast.directions import DIRECTIONS, Counts, row_directions
 from geoflow_fast.flow.curriculum import draw_batch_plan
 from geoflow_fast.geometry import interpolate
@@ -165,11 +166,10 @@ def test_every_coupling_makes_valid_batches(coupling, conditional):
 
 
 @pytest.mark.parametrize(
-    ("geometry", "change"),
-    [("sphere", {"precision": "bfloat16"}), ("euclidean", {})],
+    ("shape", "change"),
+    [(SHAPE, {"precision": "bfloat16"}), (twin_of(SHAPE), {})],
 )
-def test_training_works_with_other_precision_and_geometry(geometry, change):
-    shape = dataclasses.replace(SHAPE, geometry=geometry)
+def test_training_works_with_other_precision_and_manifold(shape, change):
     config = dataclasses.replace(CONFIG, **change, steps=6, conditional_share=0.0, ramp_share=0.0)
     flow = new_flow(shape)
     report = gf.train(flow, some_pairs(shape=shape), config)

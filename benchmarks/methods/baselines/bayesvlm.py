@@ -31,9 +31,9 @@ PROJECTIONS_FILE, PROJECTIONS_KIND = "projections.safetensors", "projections"
 TOWERS = STREAMS
 GALLERY_ROWS = 8192
 NEEDS_ACTIVATIONS = (
-    "bayesvlm needs the activations before the last projections, and the weights of these: `geoflow embed "
-    f"--pre-projection` writes {IMAGE_ACTIVATIONS}/, {TEXT_ACTIVATIONS}/ and {PROJECTIONS_FILE} beside the embeddings, "
-    "and BayesVLM.set_activations reads them"
+    "bayesvlm needs the activations before the last projections, and the weights of these: `python -m "
+    f"benchmarks.methods activations` writes {IMAGE_ACTIVATIONS}/, {TEXT_ACTIVATIONS}/ and {PROJECTIONS_FILE} beside "
+    "the embeddings, and BayesVLM.set_activations reads them"
 )
 
 
@@ -51,7 +51,7 @@ class Activations:
 
     @classmethod
     def open(cls, folder: str | Path) -> Activations:
-        """Opens the activations that `geoflow embed --pre-projection` wrote to `folder`, memory-mapped."""
+        """Opens the activations that `python -m benchmarks.methods activations` wrote to `folder`, memory-mapped."""
         folder = checks.path(folder, "folder")
         for name in (IMAGE_ACTIVATIONS, TEXT_ACTIVATIONS, PROJECTIONS_FILE):
             if not (folder / name).exists():

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from benchmarks.methods.baselines.base import FitTask
 from benchmarks.methods.baselines.trained import SizedBaseline
+from benchmarks.methods.euclidean import twin_of
 from geoflow_fast.directions import CONDITIONAL, Direction
 from geoflow_fast.flow.config import GeoFlowConfig
 from geoflow_fast.flow.model import GeoFlow
@@ -39,7 +40,7 @@ class EuclideanFlow(SizedBaseline):
         super().__init__(image_dim, text_dim, size, seed=seed)
         self.seed = seed
         shape = getattr(GeoFlowConfig, self.size)(image_dim, text_dim)
-        self.flow = GeoFlow(dataclasses.replace(shape, geometry="euclidean"))
+        self.flow = GeoFlow(twin_of(shape))
         self.register_buffer(
             "bandwidth", torch.zeros(len(CONDITIONAL), 2, dtype=torch.float32)
         )  # kappa and guidance, by direction
