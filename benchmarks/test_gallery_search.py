@@ -147,7 +147,7 @@ class Requests:
         rows = spectral_rows(items, width)
         self.queries = gf.geometry.normalize(rows[:REQUESTS] + 0.7 * spectral_rows(REQUESTS, width))
         self.plain = gf.Gallery(rows)
-        self.indexed = self.plain.with_index(gf.GalleryIndex.build(self.plain))
+        self.coded = gf.Gallery(rows, codes=True)
         self.points, self.bias = head_points(self.queries, 8)
         self.exact = gf.ops.gallery_search(self.queries, rows, TOP)[1]
         self.flow = random_flow(gf.GeoFlowConfig(image_dim=width, text_dim=width, hidden=256, depth=4))
@@ -181,9 +181,9 @@ class Requests:
 
 REQUEST = (
     Contender("search", lambda r: r.search(r.plain)),
-    Contender("search with an index", lambda r: r.search(r.indexed)),
+    Contender("search by codes", lambda r: r.search(r.coded)),
     Contender("search and head posterior, K = 8", lambda r: r.search_and_posterior(r.plain)),
-    Contender("search with an index and head posterior, K = 8", lambda r: r.search_and_posterior(r.indexed)),
+    Contender("search by codes and head posterior, K = 8", lambda r: r.search_and_posterior(r.coded)),
     Contender("re-ranking 32 items, a small network", Requests.rerank),
     Contender("one density, a small network", Requests.density),
 )

@@ -215,31 +215,29 @@ void bind_transport(py::module_& m) {
     }, "matrix"_a, "eps"_a, "f"_a, "g"_a, "uniform"_a, "index"_a, "threads"_a);
 }
 
-// Samples [queries, draws, dim] and the items; sample_bias, pick and bias may be left out.
+// Samples [queries, draws, dim] and items [items, dim]; sample_bias and bias may be left out.
 struct GalleryInputs {
-    Address samples, sample_bias, gallery, pick, bias;
+    Address samples, sample_bias, gallery, bias;
     std::int64_t queries, draws, items, dim;
     float kappa;
     int threads, storage;
     bool bfloat16;
 
     geoflow::GalleryParams params() const {
-        return {at<const float>(samples), at<const float>(sample_bias), at<const void>(gallery), at<const std::int64_t>(pick),
-                at<const float>(bias), queries, draws, items, dim, kappa, threads, keep_going, static_cast<geoflow::Storage>(storage),
-                bfloat16};
+        return {at<const float>(samples), at<const float>(sample_bias), at<const void>(gallery), at<const float>(bias), queries, draws,
+                items, dim, kappa, threads, keep_going, static_cast<geoflow::Storage>(storage), bfloat16};
     }
 };
 
 void bind_gallery(py::module_& m) {
     py::class_<GalleryInputs>(m, "GalleryInputs")
-        .def(py::init([](Address samples, Address sample_bias, Address gallery, Address pick, Address bias, std::int64_t queries,
-                         std::int64_t draws, std::int64_t items, std::int64_t dim, float kappa, int threads, int storage, bool bfloat16) {
+        .def(py::init([](Address samples, Address sample_bias, Address gallery, Address bias, std::int64_t queries, std::int64_t draws,
+                         std::int64_t items, std::int64_t dim, float kappa, int threads, int storage, bool bfloat16) {
                  if (bfloat16 && !geoflow::has_avx512_bf16()) throw py::value_error("this processor has no bfloat16 unit");
-                 return GalleryInputs{samples, sample_bias, gallery, pick,  bias,    queries,
-                                      draws,   items,       dim,     kappa, threads, storage, bfloat16};
+                 return GalleryInputs{samples, sample_bias, gallery, bias, queries, draws, items, dim, kappa, threads, storage, bfloat16};
              }),
-             py::kw_only(), "samples"_a, "sample_bias"_a, "gallery"_a, "pick"_a, "bias"_a, "queries"_a, "draws"_a, "items"_a, "dim"_a,
-             "kappa"_a, "threads"_a, "storage"_a, "bfloat16"_a);
+             py::kw_only(), "samples"_a, "sample_bias"_a, "gallery"_a, "bias"_a, "queries"_a, "draws"_a, "items"_a, "dim"_a, "kappa"_a,
+             "threads"_a, "storage"_a, "bfloat16"_a);
     m.def(
         "gallery_posterior",
         [](const GalleryInputs& inputs, std::int64_t top_k, Address peak, Address weight, Address moment, Address top_score,
@@ -314,10 +312,6 @@ void bind_search(py::module_& m) {
         const geoflow::CodeParams params = codes.params();
         without_gil([&] { return geoflow::search_codes(inputs.params(), params, result); });
     }, "inputs"_a, "codes"_a, py::kw_only(), "score"_a, "index"_a);
-    m.def("bound_codes", [](const SearchInputs& inputs, const CodeInputs& codes, Address bound) {
-        const geoflow::CodeParams params = codes.params();
-        without_gil([&] { return geoflow::bound_codes(inputs.params(), params, at<float>(bound)); });
-    }, "inputs"_a, "codes"_a, py::kw_only(), "bound"_a);
 #endif
 }
 

@@ -7,12 +7,11 @@
 
 namespace geoflow {
 
-// Scores s_qj = log mean_m exp(kappa <g_j, x_qm> + sample_bias_qm) + bias_j of the items j, which are rows of a gallery.
+// Scores s_qj = log mean_m exp(kappa <g_j, x_qm> + sample_bias_qm) + bias_j of the items j, the rows of a gallery.
 struct GalleryParams {
     const float* samples;      // [queries, draws, dim], of any norm
     const float* sample_bias;  // [queries, draws] or null; -inf leaves a sample out, but not all of a query
-    const void* gallery;       // [*, dim]
-    const std::int64_t* pick;  // [items], the rows that are the items, ascending; or null: the first ones
+    const void* gallery;       // [items, dim]
     const float* bias;         // [items] or null
     std::int64_t queries, draws, items, dim;
     float kappa;
@@ -22,7 +21,7 @@ struct GalleryParams {
     bool bfloat16;             // inner products of rounded factors, but for the best items: only where has_avx512_bf16()
 };
 
-// The scores reduced over the items while they are computed. Items are numbered 0, 1, ... whether picked or not.
+// The scores reduced over the items while they are computed.
 struct GalleryStatistics {
     std::int64_t top_k;       // at most items
     double* peak;             // [queries]: max_j s_j

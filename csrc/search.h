@@ -50,9 +50,7 @@ struct SearchKernels {
 
 GEOFLOW_DECLARE_KERNELS(SearchKernels, search_kernels)
 
-// `search` by codes: only where has_avx512_vnni(). Both return false when interrupted.
+// `search` by codes: only where has_avx512_vnni(). Returns false when interrupted.
 bool search_codes(const SearchParams& params, const CodeParams& codes, const SearchResult& result);
-// Upper bounds [queries, items] of the inner products.
-bool bound_codes(const SearchParams& params, const CodeParams& codes, float* bound);
 
 }  // namespace geoflow

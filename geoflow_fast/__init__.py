@@ -25,7 +25,6 @@ _HOMES = {
     "FAST_DENSITY": "likelihood.settings",
     "FAST_SAMPLING": "flow.sampling",
     "Gallery": "retrieval.gallery",
-    "GalleryIndex": "retrieval.index",
     "GeoFlow": "flow.model",
     "GeoFlowConfig": "flow.config",
     "Health": "decisions.watch",

@@ -47,7 +47,6 @@ from geoflow_fast.retrieval.entropy import RetrievalEntropy as RetrievalEntropy
 from geoflow_fast.retrieval.entropy import RetrievalPosterior as RetrievalPosterior
 from geoflow_fast.retrieval.entropy import risk_lower_bound as risk_lower_bound
 from geoflow_fast.retrieval.gallery import Gallery as Gallery
-from geoflow_fast.retrieval.index import GalleryIndex as GalleryIndex
 from geoflow_fast.retrieval.rerank import BayesReranker as BayesReranker
 from geoflow_fast.retrieval.rerank import Reranked as Reranked
 from geoflow_fast.training.config import TrainConfig as TrainConfig

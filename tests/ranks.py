@@ -141,7 +141,7 @@ def divided_statistics(world: World, queries: int, items: int, top_k: int) -> tu
     statistics = gallery.statistics(
         sample_rows(queries), 20.0, top_k, bias_of(items), sample_bias=sample_bias_of(queries)
     )
-    names = ("peak", "weight", "moment", "top_score", "top_index", "log_left", "left")
+    names = ("peak", "weight", "moment", "top_score", "top_index")
     return [getattr(statistics, name).numpy() for name in names], world.traffic - before
 
 

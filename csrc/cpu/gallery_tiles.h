@@ -158,8 +158,7 @@ class PanelScorer {
     // each of up to block_queries() queries from `first_query`; scores past the panel's items are copies of the first.
     template <class Sink>
     bool run(std::int64_t first_item, std::int64_t items, std::int64_t first_query, std::int64_t queries, const Sink& sink) {
-        const std::int64_t* const pick = params_.pick ? params_.pick + first_item : nullptr;
-        const Element* const rows = static_cast<const Element*>(params_.gallery) + (pick ? 0 : first_item * params_.dim);
+        const Element* const rows = static_cast<const Element*>(params_.gallery) + first_item * params_.dim;
         columns_.arrange(first_query, queries);
         const auto epilogue = [&](const Tile<1>& tile) {
             const std::int64_t item = first_item + tile.row;
@@ -176,7 +175,7 @@ class PanelScorer {
                 sink(first_query + columns_.grouped() / params_.draws + query, item, tile.rows, score);
             });
         };
-        return Products::tiles(RowList<Element>{rows, pick, items, params_.dim}, columns_.samples(), columns_.count(), params_.threads,
+        return Products::tiles(RowList<Element>{rows, items, params_.dim}, columns_.samples(), columns_.count(), params_.threads,
                                params_.keep_going, epilogue);
     }
 
@@ -282,7 +281,7 @@ inline PanelStatistics close_panel(const float (&score)[kPanelRows], std::int64_
 // The score of one item in single precision, its sum over the draws in double.
 template <class Element>
 float exact_score(const GalleryParams& params, std::int64_t query, std::int64_t item) {
-    const Element* const row = static_cast<const Element*>(params.gallery) + (params.pick ? params.pick[item] : item) * params.dim;
+    const Element* const row = static_cast<const Element*>(params.gallery) + item * params.dim;
     double top = -std::numeric_limits<double>::infinity(), total = 0;
     for (std::int64_t m = query * params.draws; m < (query + 1) * params.draws; ++m) {
         const double bias = params.sample_bias ? std::max(params.sample_bias[m], kLowest) : 0.0;

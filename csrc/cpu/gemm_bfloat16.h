@@ -213,7 +213,7 @@ bool bfloat16_product_tiles(const Product (&products)[Products], std::int64_t m,
     std::vector<PairLayout> layouts;
     std::int64_t pairs = 0, lda = 0;  // of all products
     for (const Product& p : products) {
-        layouts.emplace_back(RowList<float>{p.a, nullptr, m, p.depth});
+        layouts.emplace_back(RowList<float>{p.a, m, p.depth});
         pairs += layouts.back().pairs(), lda += round_up(layouts.back().room(), kWide);
     }
     const std::int64_t panel_height = pair_panel_rows(lda), panels = (m + panel_height - 1) / panel_height;

@@ -1,4 +1,4 @@
-// C = A B^T in single precision for a few columns: the rows of A are read where they lie, in any order, and never copied.
+// C = A B^T in single precision for a few columns: the rows of A are read where they lie and never copied.
 //
 // Packing a row of A costs about as much as multiplying it by a dozen columns. Here a micro-kernel broadcasts from its rows
 // directly; their cache lines are asked for one group of rows ahead, since no hardware prefetcher follows that many short runs.
@@ -21,18 +21,14 @@ constexpr std::int64_t kBufferDepth = 256;               // at most, of rows tha
 constexpr std::int64_t kBufferStride = kBufferDepth + 16;  // not a power of two, for the sets of L1
 typedef float few_floats __attribute__((vector_size(4 * kFewColumns)));
 
-// Rows of a matrix [*, depth]: all of them in order, or those that `pick` lists.
+// Rows of a matrix [count, depth].
 template <class Element>
 struct RowList {
     const Element* data;
-    const std::int64_t* pick;  // [count] or null
     std::int64_t count, depth;
 
     // Past the end, the last row again.
-    const Element* row(std::int64_t i) const {
-        const std::int64_t kept = least(i, count - 1);
-        return data + (pick ? pick[kept] : kept) * depth;
-    }
+    const Element* row(std::int64_t i) const { return data + least(i, count - 1) * depth; }
 };
 
 // Columns as packed strips; all but the last are kStripColumns wide.

@@ -172,103 +172,8 @@ GEOFLOW_INLINE void dot_strip(const std::uint8_t* rows, std::int64_t stride, con
         for (int v = 0; v < Vectors; ++v) _mm512_storeu_si512(dot + r * ld + v * 16, acc[r][v]);
 }
 
-// ---- the pass ---------------------------------------------------------------------------------------------------------------------
-
-// Calls sink(query, item, items in the vector, middle, half-width) for vectors of items of one query when there are few of these, or
-// sink.across(first query, queries in the vector, item, middle, half-width) for vectors of queries and one item.
-template <class Sink>
-bool code_pass(const SearchParams& p, const CodeParams& codes, Sink& sink) {
-    const CodedQueries coded(p, codes);
-    const bool few = coded.columns <= kFewColumns;
-    const std::int64_t stride = coded.stride, panel_rows = code_panel(stride), panels = (p.items + panel_rows - 1) / panel_rows;
-    const std::int64_t padded = round_up(coded.columns, 16);
-    const Scratch packed_room(few ? 0 : padded * stride / 4);
-    std::int32_t* const packed = reinterpret_cast<std::int32_t*>(packed_room.get());
-    std::vector<float> unit(padded, 0.0f), norm(padded, 0.0f), common(padded, 0.0f);
-    std::vector<std::int32_t> shift(padded, 0);
-    for (std::int64_t first = 0; !few && first < padded; first += 32)
-        pack_columns(coded, first, least(32, padded - first), packed + first * stride / 4);
-    for (std::int64_t q = 0; q < p.queries_count; ++q) {
-        const CodedQuery& query = coded.queries[q];
-        unit[q] = query.unit[0], norm[q] = query.norm, common[q] = query.common, shift[q] = query.shift[0];
-    }
-    // Of each thread: the products of a panel, and the last panel with rows that the gallery does not have.
-    const std::int64_t dots = kCodePanel * 32, per_thread = round_up(dots + (few ? 0 : panel_rows * stride / 4), 1024);
-    const Scratch private_scratch(per_thread * p.threads);
-    bool go_on = true;
-#pragma omp parallel num_threads(p.threads)
-    {
-        std::int32_t* const dot = reinterpret_cast<std::int32_t*>(private_scratch.get() + thread_number() * per_thread);
-        std::uint8_t* const last = reinterpret_cast<std::uint8_t*>(dot + dots);
-#pragma omp for schedule(monotonic : dynamic, 8)
-        for (std::int64_t panel = 0; panel < panels; ++panel) {
-            if (thread_number() == 0 && !p.keep_going()) __atomic_store_n(&go_on, false, __ATOMIC_RELAXED);
-            if (!__atomic_load_n(&go_on, __ATOMIC_RELAXED)) continue;
-            const std::int64_t first = panel * panel_rows, count = least(panel_rows, p.items - first);
-            const std::uint8_t* rows = codes.rows.code + first * stride;
-            const float *scale = codes.rows.scale + first, *error = codes.rows.error + first;
-            if (few) {
-                const auto run = [&](auto columns) {
-                    dot_panel<decltype(columns)::value>(rows, count, p.items - first, coded.bytes.data(), stride, dot);
-                };
-                switch (coded.columns) {
-                    case 2: run(std::integral_constant<int, 2>{}); break;
-                    case 4: run(std::integral_constant<int, 4>{}); break;
-                    case 5: run(std::integral_constant<int, 5>{}); break;
-                    default: run(std::integral_constant<int, 6>{}); break;
-                }
-                for (std::int64_t q = 0; q < p.queries_count; ++q) {
-                    const CodedQuery& query = coded.queries[q];
-                    for (std::int64_t i = 0; i < count; i += 16) {
-                        const std::int64_t some = least(16, count - i);
-                        const __mmask16 lanes = static_cast<__mmask16>((1u << some) - 1);
-                        __m512 middle = _mm512_setzero_ps();
-                        for (std::int64_t part = 0; part < coded.parts; ++part) {
-                            const __m512i raw = _mm512_loadu_si512(dot + (q * coded.parts + part) * kCodePanel + i);
-                            const __m512 value = as_floats(_mm512_sub_epi32(raw, _mm512_set1_epi32(query.shift[part])));
-                            middle = _mm512_fmadd_ps(value, _mm512_set1_ps(query.unit[part]), middle);
-                        }
-                        middle = _mm512_mul_ps(middle, _mm512_maskz_loadu_ps(lanes, scale + i));
-                        const __m512 wide = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(lanes, error + i), _mm512_set1_ps(query.norm),
-                                                            _mm512_set1_ps(query.common));
-                        sink.along(q, first + i, some, middle, wide);
-                    }
-                }
-                continue;
-            }
-            if (count < panel_rows) {  // what is multiplied past the last row must exist
-                std::copy(rows, rows + count * stride, last);
-                rows = last;
-            }
-            for (std::int64_t q = 0; q < padded; q += 32) {
-                const std::int64_t width = least(32, padded - q), height = width == 32 ? 12 : 24;
-                const std::int32_t* const strip = packed + q * stride / 4;
-                for (std::int64_t r = 0; r < panel_rows; r += height) {
-                    const std::int64_t next = first + panel_rows + r;
-                    if (q == 0) fetch_rows(codes.rows.code + next * stride, height, p.items - next, stride);
-                    if (width == 32)
-                        dot_strip<12, 2>(rows + r * stride, stride, strip, dot + r * 32, 32);
-                    else
-                        dot_strip<24, 1>(rows + r * stride, stride, strip, dot + r * 32, 32);
-                }
-                for (std::int64_t c = q; c < q + width && c < p.queries_count; c += 16) {
-                    const __m512i off = _mm512_loadu_si512(shift.data() + c);
-                    const __m512 units = _mm512_loadu_ps(unit.data() + c), norms = _mm512_loadu_ps(norm.data() + c);
-                    const __m512 commons = _mm512_loadu_ps(common.data() + c);
-                    const std::int64_t some = least(16, p.queries_count - c);
-                    for (std::int64_t r = 0; r < count; ++r) {
-                        const __m512 value = as_floats(_mm512_sub_epi32(_mm512_loadu_si512(dot + r * 32 + c - q), off));
-                        const __m512 middle = _mm512_mul_ps(_mm512_mul_ps(value, units), _mm512_set1_ps(scale[r]));
-                        sink.across(c, some, first + r, middle, _mm512_fmadd_ps(norms, _mm512_set1_ps(error[r]), commons));
-                    }
-                }
-            }
-        }
-    }
-    return go_on;
-}
-
-// Keeps what may be among the best.
+// Keeps what may be among the best. `along` takes a vector of items of a query, `across` a vector of queries of an item, each with the
+// middles and half-widths of their bounds.
 class Survivors {
   public:
     Survivors(const SearchParams& p, const CodeParams& codes)
@@ -338,6 +243,100 @@ class Survivors {
     const std::int64_t most_;
 };
 
+// ---- the pass ---------------------------------------------------------------------------------------------------------------------
+
+// Offers the survivors vectors of items of one query when there are few of these, or else vectors of queries and one item.
+bool code_pass(const SearchParams& p, const CodeParams& codes, Survivors& survivors) {
+    const CodedQueries coded(p, codes);
+    const bool few = coded.columns <= kFewColumns;
+    const std::int64_t stride = coded.stride, panel_rows = code_panel(stride), panels = (p.items + panel_rows - 1) / panel_rows;
+    const std::int64_t padded = round_up(coded.columns, 16);
+    const Scratch packed_room(few ? 0 : padded * stride / 4);
+    std::int32_t* const packed = reinterpret_cast<std::int32_t*>(packed_room.get());
+    std::vector<float> unit(padded, 0.0f), norm(padded, 0.0f), common(padded, 0.0f);
+    std::vector<std::int32_t> shift(padded, 0);
+    for (std::int64_t first = 0; !few && first < padded; first += 32)
+        pack_columns(coded, first, least(32, padded - first), packed + first * stride / 4);
+    for (std::int64_t q = 0; q < p.queries_count; ++q) {
+        const CodedQuery& query = coded.queries[q];
+        unit[q] = query.unit[0], norm[q] = query.norm, common[q] = query.common, shift[q] = query.shift[0];
+    }
+    // Of each thread: the products of a panel, and the last panel with rows that the gallery does not have.
+    const std::int64_t dots = kCodePanel * 32, per_thread = round_up(dots + (few ? 0 : panel_rows * stride / 4), 1024);
+    const Scratch private_scratch(per_thread * p.threads);
+    bool go_on = true;
+#pragma omp parallel num_threads(p.threads)
+    {
+        std::int32_t* const dot = reinterpret_cast<std::int32_t*>(private_scratch.get() + thread_number() * per_thread);
+        std::uint8_t* const last = reinterpret_cast<std::uint8_t*>(dot + dots);
+#pragma omp for schedule(monotonic : dynamic, 8)
+        for (std::int64_t panel = 0; panel < panels; ++panel) {
+            if (thread_number() == 0 && !p.keep_going()) __atomic_store_n(&go_on, false, __ATOMIC_RELAXED);
+            if (!__atomic_load_n(&go_on, __ATOMIC_RELAXED)) continue;
+            const std::int64_t first = panel * panel_rows, count = least(panel_rows, p.items - first);
+            const std::uint8_t* rows = codes.rows.code + first * stride;
+            const float *scale = codes.rows.scale + first, *error = codes.rows.error + first;
+            if (few) {
+                const auto run = [&](auto columns) {
+                    dot_panel<decltype(columns)::value>(rows, count, p.items - first, coded.bytes.data(), stride, dot);
+                };
+                switch (coded.columns) {
+                    case 2: run(std::integral_constant<int, 2>{}); break;
+                    case 4: run(std::integral_constant<int, 4>{}); break;
+                    case 5: run(std::integral_constant<int, 5>{}); break;
+                    default: run(std::integral_constant<int, 6>{}); break;
+                }
+                for (std::int64_t q = 0; q < p.queries_count; ++q) {
+                    const CodedQuery& query = coded.queries[q];
+                    for (std::int64_t i = 0; i < count; i += 16) {
+                        const std::int64_t some = least(16, count - i);
+                        const __mmask16 lanes = static_cast<__mmask16>((1u << some) - 1);
+                        __m512 middle = _mm512_setzero_ps();
+                        for (std::int64_t part = 0; part < coded.parts; ++part) {
+                            const __m512i raw = _mm512_loadu_si512(dot + (q * coded.parts + part) * kCodePanel + i);
+                            const __m512 value = as_floats(_mm512_sub_epi32(raw, _mm512_set1_epi32(query.shift[part])));
+                            middle = _mm512_fmadd_ps(value, _mm512_set1_ps(query.unit[part]), middle);
+                        }
+                        middle = _mm512_mul_ps(middle, _mm512_maskz_loadu_ps(lanes, scale + i));
+                        const __m512 wide = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(lanes, error + i), _mm512_set1_ps(query.norm),
+                                                            _mm512_set1_ps(query.common));
+                        survivors.along(q, first + i, some, middle, wide);
+                    }
+                }
+                continue;
+            }
+            if (count < panel_rows) {  // what is multiplied past the last row must exist
+                std::copy(rows, rows + count * stride, last);
+                rows = last;
+            }
+            for (std::int64_t q = 0; q < padded; q += 32) {
+                const std::int64_t width = least(32, padded - q), height = width == 32 ? 12 : 24;
+                const std::int32_t* const strip = packed + q * stride / 4;
+                for (std::int64_t r = 0; r < panel_rows; r += height) {
+                    const std::int64_t next = first + panel_rows + r;
+                    if (q == 0) fetch_rows(codes.rows.code + next * stride, height, p.items - next, stride);
+                    if (width == 32)
+                        dot_strip<12, 2>(rows + r * stride, stride, strip, dot + r * 32, 32);
+                    else
+                        dot_strip<24, 1>(rows + r * stride, stride, strip, dot + r * 32, 32);
+                }
+                for (std::int64_t c = q; c < q + width && c < p.queries_count; c += 16) {
+                    const __m512i off = _mm512_loadu_si512(shift.data() + c);
+                    const __m512 units = _mm512_loadu_ps(unit.data() + c), norms = _mm512_loadu_ps(norm.data() + c);
+                    const __m512 commons = _mm512_loadu_ps(common.data() + c);
+                    const std::int64_t some = least(16, p.queries_count - c);
+                    for (std::int64_t r = 0; r < count; ++r) {
+                        const __m512 value = as_floats(_mm512_sub_epi32(_mm512_loadu_si512(dot + r * 32 + c - q), off));
+                        const __m512 middle = _mm512_mul_ps(_mm512_mul_ps(value, units), _mm512_set1_ps(scale[r]));
+                        survivors.across(c, some, first + r, middle, _mm512_fmadd_ps(norms, _mm512_set1_ps(error[r]), commons));
+                    }
+                }
+            }
+        }
+    }
+    return go_on;
+}
+
 // Scores candidates, largest upper bound first, until no other can be among the best; returns how many.
 template <class Element>
 std::int64_t rescore(const SearchParams& p, const float* query, const std::vector<Candidate>& candidates, float* score, std::int64_t* index) {
@@ -376,22 +375,6 @@ std::int64_t rescore(const SearchParams& p, const float* query, const std::vecto
     return static_cast<std::int64_t>(scored.size());
 }
 
-// Writes upper bounds.
-struct UpperBounds {
-    float* bound;
-    std::int64_t items;
-
-    GEOFLOW_INLINE void along(std::int64_t query, std::int64_t item, std::int64_t some, __m512 middle, __m512 wide) const {
-        const __mmask16 lanes = static_cast<__mmask16>((1u << some) - 1);
-        _mm512_mask_storeu_ps(bound + query * items + item, lanes, _mm512_add_ps(middle, wide));
-    }
-    GEOFLOW_INLINE void across(std::int64_t query, std::int64_t some, std::int64_t item, __m512 middle, __m512 wide) const {
-        float upper[16];
-        _mm512_storeu_ps(upper, _mm512_add_ps(middle, wide));
-        for (std::int64_t lane = 0; lane < some; ++lane) bound[(query + lane) * items + item] = upper[lane];
-    }
-};
-
 }  // namespace
 
 namespace geoflow {
@@ -411,11 +394,6 @@ bool search_codes(const SearchParams& params, const CodeParams& codes, const Sea
         });
     }
     return true;
-}
-
-bool bound_codes(const SearchParams& params, const CodeParams& codes, float* bound) {
-    UpperBounds sink{bound, params.items};
-    return code_pass(params, codes, sink);
 }
 
 }  // namespace geoflow

@@ -3,7 +3,7 @@
 from geoflow_fast.ops.adaln import adaln, adaln_jvp
 from geoflow_fast.ops.counter_noise import counter_noise
 from geoflow_fast.ops.flow_loss import flow_loss
-from geoflow_fast.ops.gallery_posterior import PRUNE, gallery_posterior, gallery_statistics
+from geoflow_fast.ops.gallery_posterior import gallery_posterior, gallery_statistics
 from geoflow_fast.ops.gallery_search import RowCodes, gallery_search
 from geoflow_fast.ops.gallery_statistics import GalleryPosterior, GalleryStatistics
 from geoflow_fast.ops.gate_residual import gate_residual, gate_residual_jvp
@@ -16,7 +16,6 @@ from geoflow_fast.ops.tangent_step import tangent_step
 from geoflow_fast.ops.unit_rows import unit_rows
 
 __all__ = [
-    "PRUNE",
     "GalleryPosterior",
     "GalleryStatistics",
     "RowCodes",

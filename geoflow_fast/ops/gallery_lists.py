@@ -34,17 +34,16 @@ def lists(
     item_bias: Tensor | None,
     sample_bias: Tensor | None,
     *,
-    parts: Tensor | None = None,
     exact: bool = False,
 ) -> Statistics:
-    """The kernel's statistics; lists longer than it keeps are read from the scores of some queries at a time. `parts`
-    are those of the gallery, if they are known. `exact` multiplies float32 rows as they are, in TF32."""
+    """The kernel's statistics; lists longer than it keeps are read from the scores of some queries at a time. `exact`
+    multiplies float32 rows as they are, in TF32."""
     if top_k <= LONGEST_LIST:
-        *sums, index = KERNEL.function(samples, gallery, kappa, top_k, item_bias, sample_bias, parts=parts, exact=exact)
+        *sums, index = KERNEL.function(samples, gallery, kappa, top_k, item_bias, sample_bias, exact=exact)
         peak, weight, moment, score = (x.double() for x in sums)
         return peak, weight, moment, score, index.long()
-    if parts is None and not exact and samples.dtype == torch.float32 and kappa <= EXACT_KAPPA:
-        parts = split_rows(gallery)  # once for all queries
+    is_split = not exact and samples.dtype == torch.float32 and kappa <= EXACT_KAPPA
+    parts = split_rows(gallery) if is_split else None  # once for all queries
     statistics = []
     for some, bias in some_at_a_time(samples, sample_bias, len(gallery)):
         scores = torch.empty((len(some), len(gallery)), dtype=torch.float32, device=samples.device)

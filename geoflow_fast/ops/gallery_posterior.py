@@ -13,14 +13,11 @@ from geoflow_fast.geometry import capturing
 from geoflow_fast.ops import dispatch, gallery_lists, native, triton_kernels
 from geoflow_fast.ops.arguments import check_floating, working_dtype
 from geoflow_fast.ops.gallery_statistics import GalleryPosterior, GalleryStatistics, Statistics, merge_statistics
-from geoflow_fast.ops.pruning import PrefixRows, Pruner, WeightedSamples
 from geoflow_fast.runtime import checks
 
 LARGEST_KAPPA = 1e5
 """Up to this kappa, entropies from float32 rows are within about .01 nats of those computed in float64. At ten times as
 much they are off by .1, and at a hundred times by several: kappa multiplies the rounding of the cosines, 1e-7."""
-PRUNE = ("auto", "never", "always")
-"""Choices for `prune`, whether to skip items that provably do not matter: "auto", where it pays; "never"; "always"."""
 PRECISIONS = ("float32", "bfloat16", "auto")
 """Choices for `precision`, in which inner products are computed: "auto" is bfloat16 for the queries that lose less than
 .01 nats by it, where the processor has a unit for it."""
@@ -35,8 +32,6 @@ def gallery_posterior(
     *,
     item_bias: Tensor | None = None,
     sample_bias: Tensor | None = None,
-    index: PrefixRows | None = None,
-    prune: str = "auto",
     precision: str = "float32",
 ) -> GalleryPosterior:
     """Posterior over the gallery, the softmax of scores s_j = log mean_m exp(kappa <g_j, x_m> + a_m) + b_j, for each
@@ -52,16 +47,12 @@ def gallery_posterior(
     c_k and log-weights w_k, logsumexp_k (w_k + c_k <x_k, g_j>), are those of the samples c_k x_k with kappa = 1 and the
     biases w_k + log K. An entry of -inf leaves its sample out; every query must keep one.
 
-    With the gallery's `index` (`gf.GalleryIndex`), items that provably do not matter are not scored: on CPUs for those
-    queries for which a small pilot run finds that it pays (`prune="auto"`), for all queries ("always"), or for none
-    ("never"). `entropy_bound` and `mass_bound` of the result bound the effect.
-
     With `precision="bfloat16"`, factors of inner products are rounded to bfloat16, of the largest coordinates in two
     parts, which takes half the time on processors with AVX512-BF16 and a third on GPUs. About twice as many items as
     `top_k` are then scored in float32, so that only the many others have rounding errors: kappa |x| / (500 sqrt(d))
     nats is what their scores are off by, roughly, if items are unit rows. "auto" is bfloat16 for the queries for which
-    this is less than .01, where the processor has such a unit; float32 for others and for those that are pruned. The
-    plain torch backend rounds in the same way.
+    this is less than .01, where the processor has such a unit, and float32 for others. The plain torch backend rounds
+    in the same way.
     """
     statistics = gallery_statistics(
         samples,
@@ -71,8 +62,6 @@ def gallery_posterior(
         backend,
         item_bias=item_bias,
         sample_bias=sample_bias,
-        index=index,
-        prune=prune,
         precision=precision,
     )
     return statistics.posterior(working_dtype(samples))
@@ -87,84 +76,46 @@ def gallery_statistics(
     *,
     item_bias: Tensor | None = None,
     sample_bias: Tensor | None = None,
-    index: PrefixRows | Tensor | None = None,
-    prune: str = "auto",
     precision: str = "float32",
     first_index: int = 0,
-    elsewhere: Tensor | None = None,
 ) -> GalleryStatistics:
     """`gallery_posterior` of one shard in a form that can be merged with that of others (`GalleryStatistics.merge`).
 
-    `first_index`: number of the shard's first item within the whole gallery. `elsewhere` [Q], the `log_z` of statistics
-    of other shards, lets pruning leave out items that do not matter beside those. An `index` that is a tensor is what
-    `gallery_lists.split_rows` makes of the gallery: it spares a GPU from splitting float32 rows in every call, and CPUs
-    ignore it. The other arguments are those of `gallery_posterior`, with `gallery` and `item_bias` of the shard.
+    `first_index`: number of the shard's first item within the whole gallery. The other arguments are those of
+    `gallery_posterior`, with `gallery` and `item_bias` of the shard.
     """
-    index, parts = (None, index) if isinstance(index, Tensor) else (index, None)
-    _check(samples, gallery, kappa, top_k, item_bias, index, prune)
+    _check(samples, gallery, kappa, top_k, item_bias)
     check_sample_bias(sample_bias, samples)
     checks.integer(first_index, "first_index", most=2**62)
-    pruned = index is not None and (prune == "always" or (prune == "auto" and samples.device.type == "cpu"))
     check_precision(precision)
-    if precision == "bfloat16" and pruned:
-        raise ValueError(
-            'precision="bfloat16" goes without pruning, whose bounds are those of float32; leave out index='
-        )
     samples, gallery = samples.detach(), gallery.detach()
     if _reads_stored(samples, gallery, str(backend)):
         samples = samples.to(torch.float32)
-    elif index is not None or precision != "float32" or samples.dtype != gallery.dtype:
-        # The bounds of pruning and of rounding are made for full precision.
+    elif precision != "float32" or samples.dtype != gallery.dtype:
+        # Rounding starts from full precision.
         samples, gallery = samples.to(working_dtype(samples)), gallery.to(working_dtype(samples))
     item_bias = None if item_bias is None else item_bias.detach()
-    _check_parts(parts, gallery)
-    if elsewhere is not None and elsewhere.shape != samples.shape[:1]:
-        raise ValueError(f"elsewhere must be [{len(samples)}], got {tuple(elsewhere.shape)}")
-    points = WeightedSamples(samples, None if sample_bias is None else sample_bias.detach(), elsewhere)
-
-    def reduce(
-        some: WeightedSamples, pick: Tensor | None, precision: str = "float32", numbers: Tensor | None = None
-    ) -> GalleryStatistics:
-        """Statistics of `some` queries, which messages call `numbers` [Q], over the rows `pick` of the gallery (None:
-        all), with its own indices."""
-        bias = item_bias if item_bias is None or pick is None else item_bias[pick]
-        items = len(gallery) if pick is None else len(pick)
-        peak, weight, moment, score, index = _statistics(
-            some.samples, gallery, kappa, min(top_k, items), bias, pick, some.bias, precision, parts, str(backend)
-        )
-        _check_finite(weight + moment, numbers)
-        index = index if pick is None else pick[index]
-        return GalleryStatistics.complete((peak, weight, moment, score, index), top_k)
-
-    def rounded(some: WeightedSamples) -> Tensor | None:
-        return _may_be_rounded(some.samples, kappa, str(backend)) if precision == "auto" else None
-
-    def whole(some: WeightedSamples) -> GalleryStatistics:
-        """Statistics of `some` queries over all rows of the gallery, in the precision of each."""
-        narrow = rounded(some)
-        if narrow is None:
-            return reduce(some, None, "float32" if precision == "auto" else precision)
-        by_precision = {"bfloat16": narrow.nonzero().squeeze(1), "float32": (~narrow).nonzero().squeeze(1)}
-        each = [reduce(some[rows], None, name, rows) for name, rows in by_precision.items() if len(rows)]
-        return GalleryStatistics.of_queries(each).select(torch.cat(tuple(by_precision.values())).argsort())
-
+    sample_bias = None if sample_bias is None else sample_bias.detach()
+    kept = min(top_k, len(gallery))
     if len(samples) == 0:
-        return GalleryStatistics.complete(_no_statistics(samples, min(top_k, len(gallery))), top_k)
-    if not pruned:
-        statistics = whole(points)
+        return GalleryStatistics(*_no_statistics(samples, kept), top_k)
+
+    def reduce(precision: str, rows: Tensor | None = None) -> GalleryStatistics:
+        """Statistics of the queries `rows`, or of all, with inner products in this precision."""
+        some, weights = samples, sample_bias
+        if rows is not None:
+            some, weights = samples[rows], None if sample_bias is None else sample_bias[rows]
+        sums = _statistics(some, gallery, kappa, kept, item_bias, weights, precision, str(backend))
+        _check_finite(sums[1] + sums[2], rows)
+        return GalleryStatistics(*sums, top_k)
+
+    narrow = _may_be_rounded(samples, kappa, str(backend)) if precision == "auto" else None
+    if narrow is None:
+        statistics = reduce("float32" if precision == "auto" else precision)
     else:
-        assert index is not None
-
-        def score(some: WeightedSamples, rows: Tensor, kappa: float, bias: Tensor | None) -> Tensor:
-            scores: Tensor = gallery_scores(some.samples, rows, kappa, bias, some.bias, str(backend))
-            return scores
-
-        def best(some: Tensor, rows: Tensor, k: int) -> Tensor:
-            chosen: Tensor = _statistics(some, rows, kappa, k, item_bias, None, None, "float32", None, str(backend))[4]
-            return chosen
-
-        pruner = Pruner(gallery, index, kappa, top_k, item_bias, score, best, reduce, whole, rounded)
-        statistics = pruner.statistics(points, always=prune == "always")
+        by_precision = {"bfloat16": narrow.nonzero().squeeze(1), "float32": (~narrow).nonzero().squeeze(1)}
+        each = [reduce(name, rows) for name, rows in by_precision.items() if len(rows)]
+        statistics = GalleryStatistics.of_queries(each).select(torch.cat(tuple(by_precision.values())).argsort())
     return dataclasses.replace(statistics, top_index=statistics.top_index + first_index)
 
 
@@ -209,15 +160,7 @@ def check_sample_bias(sample_bias: Tensor | None, samples: Tensor) -> None:
         raise ValueError(f"sample_bias of query {query} must have a finite entry and no NaN or +inf")
 
 
-def _check(
-    samples: Tensor,
-    gallery: Tensor,
-    kappa: float,
-    top_k: int,
-    item_bias: Tensor | None,
-    index: PrefixRows | None,
-    prune: str,
-) -> None:
+def _check(samples: Tensor, gallery: Tensor, kappa: float, top_k: int, item_bias: Tensor | None) -> None:
     check_floating(("item_bias",), samples=samples, gallery=gallery, item_bias=item_bias)
     if samples.dim() != 3 or gallery.dim() != 2 or samples.shape[2] != gallery.shape[1]:
         raise ValueError(
@@ -233,20 +176,6 @@ def _check(
     checks.integer(top_k, "top_k", 1)
     if item_bias is not None and item_bias.shape != gallery.shape[:1]:
         raise ValueError(f"item_bias must be [{gallery.shape[0]}], got {tuple(item_bias.shape)}")
-    if prune not in PRUNE:
-        raise ValueError(f"prune must be one of {PRUNE}, got {prune!r}")
-    if index is not None:
-        index.check(gallery)
-    elif prune == "always":
-        raise ValueError('prune="always" needs the index of the gallery; see gf.GalleryIndex.build')
-
-
-def _check_parts(parts: Tensor | None, gallery: Tensor) -> None:
-    if parts is None:
-        return
-    shape = (len(gallery), 2)
-    if parts.dtype != torch.bfloat16 or parts.shape[:2] != shape or parts.shape[2:].numel() < gallery.shape[1]:
-        raise ValueError(f"index must be split_rows(gallery), got {parts.dtype} {tuple(parts.shape)}")
 
 
 def _check_finite(sums: Tensor, numbers: Tensor | None) -> None:
@@ -272,14 +201,6 @@ _GPU_SAMPLES = 4096
 takes it some ten passes over the rows."""
 _SPARE = 16
 _PER_LARGE, _LANES, _LOOKS = 32, 16, 512  # as in csrc/cpu/gemm_bfloat16.h
-
-
-def takes_parts(samples: Tensor, kappa: float, precision: str) -> bool:
-    """Whether the kernels of a GPU would split float32 rows of a gallery for all of these samples: it then pays to
-    keep the `parts` of rows that are scored again and again."""
-    served = samples.device.type == "cuda" and samples.dtype == torch.float32 and triton_kernels.missing() is None
-    exact = precision == "float32" or (precision == "auto" and not _gains_by_rounding(samples, "auto"))
-    return served and exact and kappa <= gallery_lists.EXACT_KAPPA
 
 
 def _gains_by_rounding(samples: Tensor, backend: str) -> bool:
@@ -370,17 +291,10 @@ def gallery_posterior_reference(
     kappa: float,
     top_k: int,
     item_bias: Tensor | None,
-    pick: Tensor | None,
     sample_bias: Tensor | None,
     precision: str,
-    parts: Tensor | None,  # noqa: ARG001
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Statistics of the scores in float64, with never more than one tile of [Q, M, N] in memory.
-
-    The items are the rows of the gallery, or those that `pick` lists in ascending order; `item_bias` has one entry for
-    each of them, and the indices count them. `parts` are for GPUs alone.
-    """
-    gallery = gallery if pick is None else gallery[pick]
+    """Statistics of the scores in float64, with never more than one tile of [Q, M, N] in memory."""
     if precision == "float32":
         return _streamed(samples, gallery, kappa, top_k, item_bias, sample_bias)
     gallery = gallery.to(working_dtype(samples))
@@ -452,17 +366,15 @@ def _cpu(
     kappa: float,
     top_k: int,
     item_bias: Tensor | None,
-    pick: Tensor | None,
     sample_bias: Tensor | None,
     precision: str,
-    parts: Tensor | None,  # noqa: ARG001
 ) -> Statistics:
     rounded = precision == "bfloat16"
     reason = native.missing_bfloat16() if rounded else None
     if reason is not None:
         raise dispatch.BackendUnavailable(f'precision="bfloat16": {reason}; use "float32", or "auto"')
     rows, biases = (samples.contiguous(), gallery.contiguous()), (_single(item_bias), _single(sample_bias))
-    return native.gallery_posterior(*rows, kappa, top_k, biases[0], pick, biases[1], rounded)
+    return native.gallery_posterior(*rows, kappa, top_k, *biases, rounded)
 
 
 def _cpu_scores(
@@ -483,20 +395,15 @@ def _triton(
     kappa: float,
     top_k: int,
     item_bias: Tensor | None,
-    pick: Tensor | None,
     sample_bias: Tensor | None,
     precision: str,
-    parts: Tensor | None,
 ) -> Statistics:
-    rows = gallery if pick is None else gallery[pick]
     if precision == "float32":
-        return gallery_lists.lists(
-            samples, rows, kappa, top_k, item_bias, sample_bias, parts=parts if pick is None else None
-        )
-    kept = min(len(rows), top_k + max(top_k, _SPARE))
-    narrow, narrow_rows = (x.to(torch.bfloat16) for x in _rounded_rows(samples, rows))
+        return gallery_lists.lists(samples, gallery, kappa, top_k, item_bias, sample_bias)
+    kept = min(len(gallery), top_k + max(top_k, _SPARE))
+    narrow, narrow_rows = (x.to(torch.bfloat16) for x in _rounded_rows(samples, gallery))
     rough = gallery_lists.lists(narrow, narrow_rows, kappa, kept, item_bias, sample_bias)
-    scores = _scores_of_listed(samples, rows, kappa, rough[4], item_bias, sample_bias)
+    scores = _scores_of_listed(samples, gallery, kappa, rough[4], item_bias, sample_bias)
     return _with_exact_top(rough, scores.double(), top_k)
 
 

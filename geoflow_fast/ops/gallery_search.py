@@ -39,34 +39,11 @@ class RowCodes:
         """The codes of rows [N, d] in float32, float16 or bfloat16 on the CPU."""
         return RowCodes(*native.encode_rows(gallery.detach().contiguous()))
 
-    @staticmethod
-    def empty(items: int, width: int) -> RowCodes:
-        """Room for the codes of `items` rows of this width, with any values; `filled` puts them in."""
-        code = torch.empty(items, native.code_stride(width), dtype=torch.uint8, device="cpu")
-        scale, error = (torch.empty(items, dtype=torch.float32, device="cpu") for _ in range(2))
-        return RowCodes(code, scale, error, 0.0)
-
-    def filled(self, rows: slice, part: RowCodes) -> RowCodes:
-        """These codes, in whose memory the rows `rows` now are those of `part`."""
-        for whole, some in ((self.code, part.code), (self.scale, part.scale), (self.error, part.error)):
-            whole[rows] = some
-        return replace(self, largest_norm=max(self.largest_norm, part.largest_norm))
-
-    def __len__(self) -> int:
-        return len(self.code)
-
-    def __getitem__(self, some: slice | Tensor) -> RowCodes:
-        return RowCodes(self.code[some], self.scale[some], self.error[some], self.largest_norm)
-
     def check(self, gallery: Tensor) -> None:
         """Refuses the codes of a gallery of another size."""
         width = native.code_stride(gallery.shape[1])
         if self.code.shape != (len(gallery), width):
             raise ValueError(f"codes are {tuple(self.code.shape)}, but the gallery's would be {(len(gallery), width)}")
-
-    def upper_bounds(self, queries: Tensor) -> Tensor:
-        """Upper bounds [Q, N] of the inner products with `queries` [Q, d], where `missing_int8` gives no reason."""
-        return native.bound_codes(queries, self.code, self.scale, self.error, self.largest_norm)
 
 
 def gallery_search(
@@ -95,13 +72,14 @@ def gallery_search(
         bad = ~torch.isfinite(queries).all(dim=1)
         if bool(bad.any()):
             raise ValueError(f"queries row {int(bad.nonzero()[0])} is not finite")
-    if codes is not None and len(queries) and _bounds_pay(queries, gallery, str(backend)):
+    if codes is not None and len(queries) and codes_pay(queries, gallery, str(backend)):
         return _by_codes(queries, gallery, top_k, codes)
     score, index = _search(queries, gallery, top_k, str(backend))
     return score, index
 
 
-def _bounds_pay(queries: Tensor, gallery: Tensor, backend: str) -> bool:
+def codes_pay(queries: Tensor, gallery: Tensor, backend: str = "auto") -> bool:
+    """Whether a search of these items makes use of their codes."""
     served = queries.device.type == "cpu" and queries.dtype == torch.float32 and backend in ("auto", "cpu")
     served = served and gallery.dtype in native.STORAGES and len(gallery) >= FEWEST_ITEMS
     return served and native.missing_int8() is None

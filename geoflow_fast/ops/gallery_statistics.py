@@ -29,11 +29,6 @@ class GalleryPosterior(Summarised):
     """[Q, k] int64, the most probable items, most probable first."""
     top_prob: Tensor
     """[Q, k], their probabilities."""
-    entropy_bound: Tensor
-    """[Q] float64, how much pruning can have changed `entropy` at most; 0 if every item was scored."""
-    mass_bound: Tensor
-    """[Q] float64, upper bound of the total probability of the items left out; 0 if every item was scored. `top_prob`
-    is too large by at most this fraction of itself, and no item left out is more probable than this."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -50,17 +45,7 @@ class GalleryStatistics(Summarised):
     """[Q, k], the largest scores in descending order; k is `top_k`, or the number of items seen if that is smaller."""
     top_index: Tensor
     """[Q, k] int64, the items they belong to."""
-    log_left: Tensor
-    """[Q], upper bound of log sum exp(s_j) over the items left out; -inf if there are none."""
-    left: Tensor
-    """[Q] int64, number of items left out."""
     top_k: int
-
-    @staticmethod
-    def complete(statistics: Statistics, top_k: int) -> GalleryStatistics:
-        """Statistics in which no item is left out, from the result of a backend."""
-        nothing_left = torch.full_like(statistics[0], -math.inf)
-        return GalleryStatistics(*statistics, nothing_left, torch.zeros_like(nothing_left, dtype=torch.int64), top_k)
 
     @staticmethod
     def of_queries(parts: Sequence[GalleryStatistics]) -> GalleryStatistics:
@@ -73,7 +58,7 @@ class GalleryStatistics(Summarised):
 
     @property
     def log_z(self) -> Tensor:
-        """log sum exp(s_j) over the items scored: [Q]."""
+        """log sum exp(s_j): [Q]."""
         return self.peak + self.weight.log()
 
     def merge(self, other: GalleryStatistics) -> GalleryStatistics:
@@ -84,63 +69,38 @@ class GalleryStatistics(Summarised):
                 f"into those of {self.peak.shape[0]} and top_k={self.top_k}"
             )
         mine, theirs = ((s.peak, s.weight, s.moment, s.top_score, s.top_index) for s in (self, other))
-        merged = merge_statistics(mine, theirs, self.top_k)
-        log_left = torch.logaddexp(self.log_left, other.log_left)
-        return GalleryStatistics(*merged, log_left, self.left + other.left, self.top_k)
+        return GalleryStatistics(*merge_statistics(mine, theirs, self.top_k), self.top_k)
 
     def posterior(self, dtype: torch.dtype = torch.float32) -> GalleryPosterior:
-        """The posterior over the items scored, in `dtype`: H = log weight - moment / weight, with scores relative to
-        the peak."""
+        """The posterior, in `dtype`: H = log weight - moment / weight, with scores relative to the peak."""
         log_weight = self.weight.log()
         log_z = self.peak + log_weight
         entropy = (log_weight - self.moment / self.weight).clamp_min(0.0)
         top_prob = (self.top_score - log_z.unsqueeze(1)).exp()
-        mass = torch.sigmoid(self.log_left - log_z)
-        bound = entropy_bound(entropy, mass, self.left)
-        return GalleryPosterior(
-            entropy.to(dtype), log_z.to(dtype), self.top_index, top_prob.to(dtype), bound, mass.double()
-        )
+        return GalleryPosterior(entropy.to(dtype), log_z.to(dtype), self.top_index, top_prob.to(dtype))
 
     def pack(self, columns: int) -> Tensor:
-        """Packs everything into one float64 tensor [Q, 5 + 2 columns] for sending, integers by their bits. Fewer than
+        """Packs everything into one float64 tensor [Q, 3 + 2 columns] for sending, integers by their bits. Fewer than
         `columns` top items are padded with items of score -inf."""
         missing = columns - self.top_score.shape[1]
         score = torch.nn.functional.pad(self.top_score, (0, missing), value=-math.inf)
         index = torch.nn.functional.pad(self.top_index, (0, missing))
-        sums = torch.stack((self.peak, self.weight, self.moment, self.log_left), dim=1)
-        return torch.cat((sums, self.left.view(-1, 1).view(torch.float64), score, index.view(torch.float64)), dim=1)
+        sums = torch.stack((self.peak, self.weight, self.moment), dim=1)
+        return torch.cat((sums, score, index.view(torch.float64)), dim=1)
 
     @staticmethod
     def unpack(packed: Tensor, top_k: int) -> GalleryStatistics:
         """Inverse of `pack`."""
-        columns = (packed.shape[1] - 5) // 2
-        peak, weight, moment, log_left = packed[:, :4].unbind(1)
-        left, score, index = packed[:, 4:].split((1, columns, columns), dim=1)
-        left, index = (x.contiguous().view(torch.int64) for x in (left, index))
-        return GalleryStatistics(peak, weight, moment, score, index, log_left, left.squeeze(1), top_k)
+        columns = (packed.shape[1] - 3) // 2
+        peak, weight, moment = packed[:, :3].unbind(1)
+        score, index = packed[:, 3:].split(columns, dim=1)
+        return GalleryStatistics(peak, weight, moment, score, index.contiguous().view(torch.int64), top_k)
 
     def _map(self, made: Callable[[str], Tensor]) -> GalleryStatistics:
         """A copy with every tensor replaced by what `made` returns for its name."""
         names = [field.name for field in dataclasses.fields(self) if field.name != "top_k"]
         tensors: dict[str, Any] = {name: made(name) for name in names}
         return dataclasses.replace(self, **tensors)
-
-
-def entropy_bound(entropy: Tensor, mass: Tensor, left: Tensor) -> Tensor:
-    """How far the entropy [Q] of a posterior over the scored items can be from that over all items.
-
-    Let `left` items with at most `mass` of the whole posterior p be left out, and q be p given that the item was
-    scored. With e <= mass the true mass of those left out, h2 the binary entropy and p' = p given left out,
-
-        H(p) = h2(e) + (1 - e) H(q) + e H(p'),   0 <= H(p') <= log left,
-
-    so -e H(q) <= H(p) - H(q) <= h2(e) + e log left. Both ends grow with e, the right one up to
-    e = left / (left + 1), where it is log(left + 1).
-    """
-    count = left.double()
-    share = torch.minimum(mass, count / (count + 1))
-    above = torch.special.entr(share) + torch.special.entr(1 - share) + share * count.clamp_min(1).log()
-    return torch.maximum(above, mass * entropy)
 
 
 def merge_statistics(a: Statistics, b: Statistics, top_k: int) -> Statistics:

@@ -334,19 +334,15 @@ def gallery_posterior(
     kappa: float,
     top_k: int,
     item_bias: Tensor | None,
-    pick: Tensor | None = None,
     sample_bias: Tensor | None = None,
     bfloat16: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Statistics (peak, weight, moment [Q], top_score, top_index [Q, top_k]) of the scores of the items.
-
-    The items are the rows of `gallery` [*, d], or those that `pick` lists in ascending order; `top_index` counts items.
-    With `bfloat16`, inner products are those of rounded rows, but for the best items.
-    """
-    inputs = _gallery_inputs(samples, gallery, kappa, item_bias, pick, sample_bias) | {"bfloat16": bfloat16}
-    queries, items = len(samples), len(gallery) if pick is None else len(pick)
-    if not 1 <= top_k <= items:
-        raise ValueError(f"top_k={top_k} of {items} items")
+    """Statistics (peak, weight, moment [Q], top_score, top_index [Q, top_k]) of the scores of the rows of `gallery`
+    [N, d]. With `bfloat16`, inner products are those of rounded rows, but for the best items."""
+    inputs = _gallery_inputs(samples, gallery, kappa, item_bias, sample_bias) | {"bfloat16": bfloat16}
+    queries = len(samples)
+    if not 1 <= top_k <= len(gallery):
+        raise ValueError(f"top_k={top_k} of {len(gallery)} items")
     peak, weight, moment = (torch.empty(queries, dtype=torch.float64, device="cpu") for _ in range(3))
     top_score = torch.empty(queries, top_k, dtype=torch.float64, device="cpu")
     top_index = torch.empty(queries, top_k, dtype=torch.int64, device="cpu")
@@ -366,7 +362,7 @@ def gallery_scores(
     samples: Tensor, gallery: Tensor, kappa: float, item_bias: Tensor | None, sample_bias: Tensor | None = None
 ) -> Tensor:
     """Scores [Q, N] of the rows of `gallery` [N, d]."""
-    inputs = _gallery_inputs(samples, gallery, kappa, item_bias, None, sample_bias)
+    inputs = _gallery_inputs(samples, gallery, kappa, item_bias, sample_bias)
     scores = torch.empty(len(samples), len(gallery), dtype=torch.float32, device="cpu")
     _built().gallery_scores(_built().GalleryInputs(**inputs, bfloat16=False), scores=scores.data_ptr())
     return scores
@@ -377,23 +373,17 @@ def _gallery_inputs(
     gallery: Tensor,
     kappa: float,
     item_bias: Tensor | None,
-    pick: Tensor | None,
     sample_bias: Tensor | None,
 ) -> dict[str, float]:
     """The arguments of the binding's `GalleryInputs`, after a check of the tensors."""
     queries, draws, dim = samples.shape
-    addresses = {"samples": _address(samples, "samples", torch.float32), "sample_bias": 0, "pick": 0, "bias": 0}
+    addresses = {"samples": _address(samples, "samples", torch.float32), "sample_bias": 0, "bias": 0}
     if gallery.dtype not in STORAGES:
         raise TypeError(f"gallery is {gallery.dtype}, expected one of {list(STORAGES)}")
     addresses["gallery"] = _address(gallery, "gallery", gallery.dtype)
     if gallery.dim() != 2 or gallery.shape[1] != dim:
         raise ValueError(f"gallery has shape {tuple(gallery.shape)}, expected [N, {dim}]")
     items = len(gallery)
-    if pick is not None:
-        addresses["pick"] = _address(pick, "pick", torch.int64)
-        items = pick.numel()
-        if items and not 0 <= int(pick.min()) <= int(pick.max()) < len(gallery):
-            raise ValueError(f"pick names rows outside of the {len(gallery)} of the gallery")
     if item_bias is not None:
         addresses["bias"] = _address(item_bias, "item_bias", torch.float32)
         if item_bias.shape != (items,):
@@ -451,24 +441,6 @@ def search_codes(
     inputs = _search_inputs(queries, gallery, top_k)
     _built().search_codes(inputs, codes, score=score.data_ptr(), index=index.data_ptr())
     return score, index, kept
-
-
-def bound_codes(queries: Tensor, code: Tensor, scale: Tensor, error: Tensor, largest_norm: float) -> Tensor:
-    """Upper bounds [Q, N] of the inner products of `queries` [Q, d] with the N rows whose codes these are."""
-    bound = torch.empty(len(queries), len(code), dtype=torch.float32, device="cpu")
-    codes = _code_inputs(code, scale, error, largest_norm, len(code), queries.shape[1])
-    inputs = _built().SearchInputs(
-        queries=_address(queries, "queries", torch.float32),
-        gallery=0,
-        storage=0,
-        count=len(queries),
-        items=len(code),
-        dim=queries.shape[1],
-        top_k=1,
-        threads=usable_threads(),
-    )
-    _built().bound_codes(inputs, codes, bound=bound.data_ptr())
-    return bound
 
 
 def _search_results(queries: int, top_k: int) -> tuple[Tensor, Tensor]:

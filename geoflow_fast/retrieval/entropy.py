@@ -52,8 +52,6 @@ class RetrievalPosterior(Framed):
     """[Q, k] int64, the k most probable items, most probable first."""
     top_prob: Tensor
     """[Q, k], their probabilities."""
-    entropy_bound: Tensor
-    """[Q] float64, how much pruning can have changed `entropy` at most; 0 for queries scored against all items."""
     query_ids: Ids | None = None
     """The ids of the queries, where they have some."""
     item_ids: Ids | None = None
@@ -104,9 +102,8 @@ class RetrievalEntropy(nn.Module):
     normalising the scores over the gallery gives the posterior, of which the `top_k` most probable items are listed.
     The defaults are the paper's; `fast` has a cheaper setting.
 
-    If the gallery has an index, scoring on a CPU skips items that provably do not matter, and `risk_lower_bound`
-    accounts for the possible change. The state dict contains the model, not the gallery; moving the scorer to a device
-    leaves a `Gallery` that it was given where it is.
+    The state dict contains the model, not the gallery; moving the scorer to a device leaves a `Gallery` that it was
+    given where it is.
     """
 
     reference: Tensor | None
@@ -225,7 +222,6 @@ class RetrievalEntropy(nn.Module):
         return {
             **self.source.settings,
             **({} if self.reference is None else {"reference": hashing.digest([self.reference])}),
-            "prune": "never" if self.gallery.index is None else self.gallery.prune,
             **self.source.solver_settings,
         }
 
@@ -258,19 +254,17 @@ class RetrievalEntropy(nn.Module):
         samples = drawn.samples
         bias = -self.item_marginals() if isinstance(self.source, HeadSource) else None
         statistics = self.gallery.statistics(
-            samples, drawn.kappa, self.top_k, bias, sample_bias=drawn.bias, use_index=True, precision=drawn.precision
+            samples, drawn.kappa, self.top_k, bias, sample_bias=drawn.bias, precision=drawn.precision
         )
         post = statistics.posterior(torch.float64)  # the bound on the risk is taken before rounding
-        surely = (post.entropy - post.entropy_bound).clamp_min(0)
         top_prob = post.top_prob.to(samples.dtype)
         return RetrievalPosterior(
             post.entropy.to(samples.dtype),
             post.top_index[:, 0],
             top_prob[:, 0],
-            risk_lower_bound(surely, len(self.gallery)).to(samples.device),
+            risk_lower_bound(post.entropy, len(self.gallery)).to(samples.device),
             post.top_index,
             top_prob,
-            post.entropy_bound,
             query_ids,
             self.gallery.ids,
         )

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Hashable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,15 +22,11 @@ from geoflow_fast.data.rows import Array, Rows
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.ops import native
-from geoflow_fast.ops.gallery_posterior import check_precision, check_sample_bias, takes_parts
+from geoflow_fast.ops.gallery_posterior import check_precision, check_sample_bias
+from geoflow_fast.ops.gallery_search import RowCodes, codes_pay
 from geoflow_fast.ops.gallery_statistics import GalleryStatistics
-from geoflow_fast.ops.pruning import PrefixRows
 from geoflow_fast.retrieval.freshness import marks
-from geoflow_fast.retrieval.parts import KeptParts
 from geoflow_fast.runtime import checks, hashing
-
-if TYPE_CHECKING:
-    from geoflow_fast.retrieval.index import GalleryIndex
 
 BLOCK_ROWS = 16_384
 GPU_BLOCK_ROWS = 131_072
@@ -59,13 +55,13 @@ class Gallery:
     ValueError; with `normalize` they are scaled to unit norm as they are read, a tensor at once, and in float32 if they
     are stored in half precision.
 
-    A tensor may be overwritten: its rows are checked again before the next use, and so is the index. Of an array, about
-    a hundred rows are checked whenever it is used, since nothing tells of writes to it: do not change one that a
-    gallery was made from, nor the files of a gallery that is open.
+    A tensor may be overwritten: its rows are checked again before the next use. Of an array, about a hundred rows are
+    checked whenever it is used, since nothing tells of writes to it: do not change one that a gallery was made from,
+    nor the files of a gallery that is open.
 
-    With the gallery's `index` (`gf.GalleryIndex`), retrieval entropy on a CPU skips items that provably do not matter:
-    "auto", where a pilot run finds that it pays; "always"; or "never", as `prune` says. `search` then scores only what
-    bounds from integers do not exclude, on processors with AVX512-VNNI, unless `prune` is "never".
+    With `codes`, the first search on a CPU with AVX512-VNNI also stores the rows in bytes, a quarter of their size in
+    float32, and from then on scores only what bounds from integers do not exclude. Results are the same to the last
+    bit. Other processors ignore it.
 
     A `store` is a FAISS index over the same rows, or anything with its `search`; shortlists are then found by it.
 
@@ -75,10 +71,9 @@ class Gallery:
     def __init__(
         self,
         source: GallerySource,
-        index: GalleryIndex | None = None,
-        prune: str = "auto",
         world: World = ALONE,
         *,
+        codes: bool = False,
         store: Store | None = None,
         normalize: bool = False,
         ids: Any = None,
@@ -86,7 +81,7 @@ class Gallery:
         self.world, self.is_divided = world, False
         self._digest: tuple[Hashable, str] | None = None
         self._checked: Hashable = None
-        self._parts = KeptParts()
+        self._codes: dict[int, RowCodes] | None = {} if checks.boolean(codes, "codes") else None
         self.path = checks.path(source, "gallery") if isinstance(source, (str, Path)) else None
         self.rows: Tensor | Rows
         if isinstance(source, Tensor):
@@ -114,31 +109,12 @@ class Gallery:
         else:
             check_rows(self.rows, "gallery")
             self._checked = marks([self.rows])
-        self._use_index(index, prune)
         self._use_store(store)
 
     @classmethod
     def of(cls, source: GallerySource | Gallery) -> Gallery:
         """`source` itself if it is a gallery already, else the gallery made from it."""
         return source if isinstance(source, Gallery) else cls(source)
-
-    def _use_index(self, index: GalleryIndex | None, prune: str) -> None:
-        if prune not in ops.PRUNE:
-            raise ValueError(f"prune must be one of {ops.PRUNE}, got {prune!r}")
-        if index is None:
-            if prune == "always":
-                raise ValueError('prune="always" needs the index= of the gallery; see gf.GalleryIndex.build')
-        elif not isinstance(index, PrefixRows):
-            raise TypeError(f"index must be a GalleryIndex, got {type(index).__name__}")
-        else:
-            index.check_digest(self)
-        self.index, self.prune = index, prune
-
-    def with_index(self, index: GalleryIndex | None, prune: str = "auto") -> Gallery:
-        """The same gallery with another index; the rows are shared."""
-        twin = copy.copy(self)
-        twin._use_index(index, prune)
-        return twin
 
     def _use_store(self, store: Store | None) -> None:
         rows = getattr(store, "ntotal", len(self))
@@ -172,7 +148,7 @@ class Gallery:
             is_checked = self._checked == marks([self.rows])
             self.rows = self.rows.to(device)
             self._checked = marks([self.rows]) if is_checked else None
-            self._parts = KeptParts()
+            self._codes = None if self._codes is None else {}
 
     def on(self, device: torch.device | str) -> Gallery:
         """This gallery, or a copy on `device` if it was made from a tensor on another one, which stays there."""
@@ -223,15 +199,12 @@ class Gallery:
         current = marks([self.rows])
         if current != self._checked or not has_unit_rows(some):
             check_rows(self.rows, "gallery")
-            if self.index is not None:
-                self.index.check_digest(self)
+            self._codes = None if self._codes is None else {}
             self._checked = current
 
     def divided_among_ranks(self) -> Gallery:
         """The same gallery, whose items are divided among the ranks: all ranks must call its `statistics` together with
         the same samples; each scores its own share and receives the statistics of all items."""
-        if self.index is not None:
-            raise ValueError("a gallery whose items are divided among ranks is not pruned; leave out index=")
         twin = copy.copy(self)
         twin.is_divided = True
         return twin
@@ -261,17 +234,24 @@ class Gallery:
             yield within.start, self.rows[within.start : within.stop]
 
     def _scored_blocks(
-        self, queries: Tensor, within: range | None, index: PrefixRows | None
-    ) -> Iterator[tuple[int, Tensor, PrefixRows | None]]:
-        """(number of the first row, rows, their part of the index) as kernels for `queries` or samples take them:
-        half precision as it is stored where compiled code reads it, in blocks, or whole if there is an index."""
+        self, queries: Tensor, within: range | None = None, *, whole: bool = False
+    ) -> Iterator[tuple[int, Tensor]]:
+        """(number of the first row, rows) as kernels for `queries` or samples take them: half precision as it is stored
+        where compiled code reads it, in blocks or in whole parts."""
         compiled = queries.device.type == "cpu" and queries.dtype == torch.float32 and native.missing() is None
         kept = tuple(native.STORAGES) if compiled else (torch.float32,)
         rows = GPU_BLOCK_ROWS if queries.device.type == "cuda" else BLOCK_ROWS
-        for first, block in self._stored(within, rows if index is None else None, kept):
-            whole = first == 0 and len(block) == len(self)
-            part = index if index is None or whole else index.part(first, len(block))
-            yield first, block if compiled and block.dtype in kept else block.to(queries.device, queries.dtype), part
+        for first, block in self._stored(within, None if whole else rows, kept):
+            yield first, block if compiled and block.dtype in kept else block.to(queries.device, queries.dtype)
+
+    def _codes_of(self, first: int, items: Tensor, queries: Tensor) -> RowCodes | None:
+        """The codes of the block of items from `first` on, made when it is first searched; None for a search without
+        them."""
+        if self._codes is None or not codes_pay(queries, items):
+            return None
+        if first not in self._codes:
+            self._codes[first] = RowCodes.encode(items)
+        return self._codes[first]
 
     @torch.no_grad()
     def search(self, queries: Tensor | Array, count: int = 10) -> tuple[Tensor, Tensor]:
@@ -285,11 +265,11 @@ class Gallery:
         if self.is_divided and self.world.size > 1:
             merged = self.statistics(queries.unsqueeze(1), 1.0, count)
             return merged.top_score.to(queries.dtype), merged.top_index
-        index = None if self.prune == "never" or queries.device.type != "cpu" else self.index
         score = queries.new_empty(len(queries), 0)
         number = torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device)
-        for first, items, part in self._scored_blocks(queries, None, index):
-            codes = None if part is None else part.codes
+        whole = self._codes is not None and queries.device.type == "cpu"
+        for first, items in self._scored_blocks(queries, whole=whole):
+            codes = self._codes_of(first, items, queries)
             hits = ops.gallery_search(queries, items, min(count, len(items)), codes=codes)
             if number.shape[1] == 0:
                 score, number = hits[0], hits[1] + first
@@ -310,14 +290,6 @@ class Gallery:
         rows = torch.from_numpy(self.rows[kept]).to(index.device, dtype)
         return rows[torch.from_numpy(position.reshape(index.shape)).to(index.device)]
 
-    def _parts_of(self, items: Tensor) -> Tensor | None:
-        """The kept bfloat16 parts of `items`, if these are all rows of a float32 gallery that is on their GPU."""
-        rows, some = self.rows, self._some_rows()
-        if not isinstance(rows, Tensor) or some is None or rows.dtype != torch.float32:
-            return None
-        resident = rows.device == items.device and len(rows) == len(items)
-        return self._parts.of(rows, some, self._checked) if resident else None
-
     def statistics(
         self,
         samples: Tensor,
@@ -326,25 +298,20 @@ class Gallery:
         item_bias: Tensor | None = None,
         *,
         sample_bias: Tensor | None = None,
-        use_index: bool = False,
         precision: str = "float32",
     ) -> GalleryStatistics:
         """`ops.gallery_statistics` of all items, computed block by block, for `samples` [Q, M, d] and an optional
-        `item_bias` [N] and `sample_bias` [Q, M], with inner products in `precision`. `use_index` lets the gallery's
-        index, if it has one, leave items out on a CPU."""
+        `item_bias` [N] and `sample_bias` [Q, M], with inner products in `precision`."""
         checks.with_values(samples, "samples")
         if item_bias is not None and checks.with_values(item_bias, "item_bias").shape != (len(self),):
             raise ValueError(f"item_bias must be [{len(self)}], got {tuple(item_bias.shape)}")
         check_sample_bias(sample_bias, samples)  # here already: a rank without items would not notice
         check_precision(precision)
         divided = self.is_divided and self.world.size > 1
-        index = self.index if use_index and samples.device.type == "cpu" else None
-        prune = "auto" if index is None else self.prune
         running: GalleryStatistics | None = None
         rows = self.world.own(len(self)) if divided else None  # no rows for some ranks, if there are fewer items
-        for first, items, part_index in self._scored_blocks(samples, rows, index):
+        for first, items in self._scored_blocks(samples, rows):
             bias = None if item_bias is None else item_bias[first : first + len(items)]
-            split = self._parts_of(items) if takes_parts(samples, kappa, precision) else None
             part = ops.gallery_statistics(
                 samples,
                 items,
@@ -352,11 +319,8 @@ class Gallery:
                 top_k,
                 item_bias=bias,
                 sample_bias=sample_bias,
-                first_index=first,
-                index=split if part_index is None else part_index,
-                prune=prune,
                 precision=precision,
-                elsewhere=None if running is None else running.log_z,
+                first_index=first,
             )
             running = part if running is None else running.merge(part)
         if divided:
@@ -384,7 +348,7 @@ def merge_over_ranks(
     O(queries top_k) bytes, whatever the number of items or ranks.
     """
     columns = min(top_k, items)
-    width = 5 + 2 * columns
+    width = 3 + 2 * columns
     packed = torch.zeros(queries, width, dtype=torch.float64, device=device) if mine is None else mine.pack(columns)
     parts = world.swap_rows(packed)
     shards = [GalleryStatistics.unpack(part, top_k) for part, share in zip(parts, world.shares(items)) if share]

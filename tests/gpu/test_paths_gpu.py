@@ -112,16 +112,6 @@ def test_parity_of_long_lists_of_one_query():
     assert_close(post.top_prob, truth.top_prob, 1e-4)
 
 
-def test_parts_of_a_gallery_are_kept_and_made_anew():
-    samples, rows = sample_uniform(20, 256).view(4, 5, 256).to(DEVICE), sample_uniform(3000, 256).to(DEVICE)
-    gallery = gf.Gallery(rows)
-    for _ in range(2):
-        results = [gallery.statistics(samples, 30.0, 10).log_z for _ in range(4)]
-        fresh = ops.gallery_statistics(samples, rows, 30.0, 10).log_z
-        assert all(torch.equal(result, fresh) for result in results)
-        rows.copy_(sample_uniform(3000, 256))
-
-
 # ---- whole paths ----
 
 

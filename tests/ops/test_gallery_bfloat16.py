@@ -225,15 +225,6 @@ def test_result_does_not_depend_on_threads():
     assert all(equal(results[0], other) for other in results[1:])
 
 
-@needs_unit
-def test_picked_rows_are_those_of_a_copy():
-    samples, gallery, _ = problem(3, 8, 500, 33)
-    pick, item_bias = torch.arange(0, 500, 3), torch.randn(167)
-    picked = native.gallery_posterior(samples, gallery, 2.0, 6, item_bias, pick, None, True)
-    copied = native.gallery_posterior(samples, gallery[pick], 2.0, 6, item_bias, None, None, True)
-    assert all(torch.equal(*pair) for pair in zip(picked, copied))
-
-
 def test_no_queries(backend):
     samples, gallery, bias = problem(2, 3, 50, 10)
     for precision in ("bfloat16", "auto"):
@@ -324,11 +315,6 @@ def test_errors_name_the_argument():
         scored(samples, gallery, bias, precision="float16")
     with pytest.raises(ValueError, match="precision must be one of"):
         gf.Gallery(gallery).statistics(samples, 1.0, 5, precision="half")
-    index = gf.GalleryIndex.build(gallery)
-    with pytest.raises(ValueError, match="without pruning"):
-        scored(samples, gallery, bias, "auto", index=index)
-    pruned = scored(samples, gallery, bias, "auto", index=index, prune="always", precision="auto")
-    close(pruned.log_z, scores_of(samples, gallery, bias).logsumexp(1), 1e-3)
 
 
 def test_items_of_a_list_are_scored_with_their_biases():

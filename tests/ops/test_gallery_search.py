@@ -239,35 +239,69 @@ def test_queries_at_the_ends_of_floats_are_searched_with_codes_as_without(querie
     assert all(torch.equal(a, b) for a, b in zip(ours, wanted, strict=True))
 
 
-@needs_int8
-@pytest.mark.parametrize("queries", [1, 3, 5, 40])
-@pytest.mark.parametrize("scale", [1.0, 30.0])
-def test_upper_bounds_hold_and_are_narrow(queries, scale):
-    torch.manual_seed(7)
-    gallery, x = unit_rows(700, 512, huge=3), scale * unit_rows(queries, 512, huge=3)
-    bound = gf.ops.RowCodes.encode(gallery).upper_bounds(x).double()
-    gap = bound - x.double() @ gallery.double().T
-    assert float(gap.min()) >= 0
-    assert float(gap.max()) < 0.05 * scale
-
-
-@needs_int8
-@pytest.mark.parametrize("queries", [1, 3, 4, 6, 7, 40])
-@pytest.mark.parametrize("width", [64, 256])
-def test_upper_bounds_hold_where_they_are_attained(queries, width):
-    """Of rows that bytes hold exactly: those along what the rounding of a query loses, where the inequality of Cauchy
-    and Schwarz is an equality, and the axes, of which bytes lose nothing, so that the rounding of float32 is left."""
-    axes = gf.ops.RowCodes.encode(torch.eye(width))
+def rotated(rows: Tensor) -> Tensor:
+    """Rows [..., d] in float64 whose codes are made of these: the rotation's inverse, as float32."""
+    axes = gf.ops.RowCodes.encode(torch.eye(rows.shape[-1]))
     rotation = axes.scale.double()[:, None] * (axes.code.double() - 128)  # all entries have one magnitude
-    lost = torch.randint(2, (queries, width)).double() * 2 - 1
-    lost[:, 0] = 0
+    return rows @ rotation.T
+
+
+def best_by_codes(queries: Tensor, gallery: Tensor, narrower: float = 1.0) -> Tensor:
+    """The best item of each query by bounds that are, or are not, as wide as they have to be."""
+    codes = gf.ops.RowCodes.encode(gallery)
+    arrays = codes.code, codes.scale, narrower * codes.error, narrower * codes.largest_norm
+    _, index, kept = native.search_codes(queries, gallery, *arrays, 1)
+    assert (kept > 0).all()
+    return index[:, 0]
+
+
+@needs_int8
+@pytest.mark.parametrize("margin", [1e-3, 1e-6])
+@pytest.mark.parametrize(("queries", "width"), [(1, 4096), (2, 4096), (3, 4096), (4, 64), (6, 256), (7, 64), (40, 256)])
+def test_bounds_hold_where_the_rounding_of_a_query_attains_them(queries, width, margin):
+    """Two rows that bytes hold exactly, and a query of which they lose `lost`. The inequality of Cauchy and Schwarz is
+    an equality for both rows: the best is at its upper bound, the other, nearly as good, at its lower bound."""
     first = torch.eye(width, dtype=torch.float64)[0]
-    steps = 127 * 254 if queries <= 3 else 127  # few queries are rounded to a 254th of a byte
-    x = gf.geometry.normalize((steps * first + 0.49 * lost) @ rotation.T).float()
-    gallery = gf.geometry.normalize(torch.cat((lost, -lost)) @ rotation.T).float()
-    for some, rows in ((x, gallery), (torch.eye(width)[:queries], torch.eye(width))):
-        bound = gf.ops.RowCodes.encode(rows).upper_bounds(some).double()
-        assert bool((bound >= some.double() @ rows.double().T).all())
+    step = 127 * 254 if queries <= 3 else 127  # few queries are rounded to a 254th of a byte
+    rest = width - 1
+    large = min(127, int(127 * step / (0.98 * rest)))
+    along = int(0.98 * large * rest / step)
+    assert 0 < along <= 127
+    norm = math.sqrt(along**2 + large**2 * rest)
+    share = (1 + margin) * along * step / (large * rest + math.sqrt(rest) * norm)
+    assert 0.4 < share < 0.5
+    wrong = 0
+    for seed in range(8):
+        lost = torch.randint(2, (width,), generator=torch.Generator().manual_seed(seed)).double() * 2 - 1
+        lost[0] = 0
+        x = gf.geometry.normalize(rotated(step * first + share * lost)).float().expand(queries, -1).contiguous()
+        rows = gf.geometry.normalize(rotated(torch.stack((along * first - large * lost, lost)))).float()
+        best = native.gallery_search(x, rows, 1)[1][:, 0]
+        assert torch.equal(best_by_codes(x, rows), best)
+        assert bool((best == 1).all()) or margin < 1e-4
+        wrong += int((best_by_codes(x, rows, 0.99) != best).sum())
+    assert wrong >= 4 * queries or margin < 1e-4  # a hundredth less does not hold
+
+
+@needs_int8
+@pytest.mark.parametrize("margin", [1e-3, 1e-6])
+@pytest.mark.parametrize("queries", [1, 2, 3, 4, 6, 7, 40])
+@pytest.mark.parametrize("width", [64, 256])
+def test_bounds_hold_where_the_rounding_of_rows_attains_them(queries, width, margin):
+    """A query that bytes hold exactly, along what they lose of two rows: the best is at its upper bound, the other,
+    nearly as good, at its lower bound."""
+    generator = torch.Generator().manual_seed(width)
+    first = torch.eye(width, dtype=torch.float64)[0]
+    lost = torch.randint(2, (queries, width), generator=generator).double() * 2 - 1
+    lost[:, 0] = 0
+    x = gf.geometry.normalize(rotated(lost)).float()
+    up, down = 127 * first + 0.49 * lost, 127 * first + 0.51 * lost
+    rows = rotated(torch.cat(((1 - margin) * 0.49 / 0.51 * down, up)) / 127).float()
+    best = native.gallery_search(x, rows, 1)[1][:, 0]
+    assert torch.equal(best_by_codes(x, rows), best)
+    if margin > 1e-4:
+        assert best.tolist() == [queries + query for query in range(queries)]
+        assert (best_by_codes(x, rows, 0.99) != best).all()  # a hundredth less does not hold
 
 
 def test_codes_of_another_gallery_are_refused():
@@ -281,8 +315,8 @@ def test_codes_of_another_gallery_are_refused():
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.float64])
 @pytest.mark.parametrize("kind", ["tensor", "array", "file", "shards"])
-@pytest.mark.parametrize("indexed", [False, True])
-def test_gallery_search(tmp_path, dtype, kind, indexed):
+@pytest.mark.parametrize("codes", [False, True])
+def test_gallery_search(tmp_path, dtype, kind, codes):
     torch.manual_seed(8)
     rows, x = unit_rows(9000, 96, huge=2).numpy().astype(dtype), unit_rows(5, 96, huge=2)
     rows[8000:8010] = rows[3]
@@ -294,11 +328,7 @@ def test_gallery_search(tmp_path, dtype, kind, indexed):
         for number, part in enumerate(np.array_split(rows, 2)):
             np.save(tmp_path / f"part_{number}.npy", part)
         source = tmp_path
-    gallery = gf.Gallery(source)
-    if indexed:
-        index = gf.GalleryIndex.build(gallery)
-        index.save(tmp_path / "index" / "index.safetensors")
-        gallery = gallery.with_index(gf.GalleryIndex.load(tmp_path / "index" / "index.safetensors", gallery))
+    gallery = gf.Gallery(source, codes=codes)
     score, number = gallery.search(x, 20)
     wanted = gf.ops.gallery_search(x, torch.from_numpy(rows).to(torch.float32), 20)
     assert torch.equal(number, wanted[1])
@@ -306,34 +336,88 @@ def test_gallery_search(tmp_path, dtype, kind, indexed):
     assert gallery.search(x.numpy(), 10**6)[1].shape == (5, 9000)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
-@pytest.mark.parametrize("prune", ["auto", "always"])
-def test_the_posterior_of_an_indexed_gallery_on_disk(tmp_path, dtype, prune):
-    torch.manual_seed(9)
-    falling = torch.arange(1, 65).rsqrt()  # principal variances as those of encoders, which an index needs
-    rows = gf.geometry.normalize(torch.randn(20_000, 64) * falling).numpy().astype(dtype)
-    for number, part in enumerate(np.array_split(rows, 2)):
-        np.save(tmp_path / f"part_{number}.npy", part)
-    gallery = gf.Gallery(tmp_path)
-    indexed = gallery.with_index(gf.GalleryIndex.build(gallery), prune)
-    samples = gf.geometry.normalize(torch.from_numpy(rows[:2]).float().unsqueeze(1) + 0.05 * torch.randn(2, 40, 64))
-    wanted = gallery.statistics(samples, 60.0, 5).posterior(torch.float64)
-    pruned = indexed.statistics(samples, 60.0, 5, use_index=True)
-    ours = pruned.posterior(torch.float64)
-    assert torch.equal(ours.top_index, wanted.top_index)
-    assert ((ours.entropy - wanted.entropy).abs() <= ours.entropy_bound + 1e-5).all()
-    if prune == "always":
-        assert (pruned.left > 12_000).all()  # of both shards
+@pytest.fixture
+def by_codes(monkeypatch) -> list[int]:
+    """The sizes of the galleries that are searched by codes."""
+    sizes: list[int] = []
+    search = native.search_codes
+    monkeypatch.setattr(native, "search_codes", lambda *inputs: sizes.append(len(inputs[1])) or search(*inputs))
+    return sizes
 
 
-def test_an_index_without_codes_is_loaded(tmp_path):
-    gallery = gf.Gallery(unit_rows(5000, 32))
-    built = gf.GalleryIndex.build(gallery)
-    gf.GalleryIndex(built.projection, built.rows, built.largest_norm, built.digest).save(tmp_path / "index")
-    index = gf.GalleryIndex.load(tmp_path / "index", gallery)
-    assert index.codes is None
-    x = unit_rows(2, 32)
-    assert torch.equal(gallery.with_index(index).search(x)[1], gallery.search(x)[1])
+@pytest.fixture
+def encoded(monkeypatch) -> list[int]:
+    """The sizes of the galleries that codes are made of."""
+    sizes: list[int] = []
+    encode = native.encode_rows
+    monkeypatch.setattr(native, "encode_rows", lambda rows: sizes.append(len(rows)) or encode(rows))
+    return sizes
+
+
+@needs_int8
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.float64])
+@pytest.mark.parametrize("kind", ["tensor", "array", "shards", "normalize"])
+@pytest.mark.parametrize("queries", [1, 5, 40])
+def test_a_gallery_with_codes_gives_the_same_bits(tmp_path, dtype, kind, queries, by_codes, encoded):
+    """With rows that occur twice, within a shard and in two, rows that differ in one last digit, and more hits than
+    copies."""
+    torch.manual_seed(queries)
+    rows, x = unit_rows(11_000, 70, huge=2).numpy().astype(dtype), unit_rows(queries, 70, huge=2)
+    rows[1000:1030] = rows[6000:6030] = rows[9000] = x[0].numpy().astype(dtype)
+    rows[10_000:10_020] = rows[17]
+    rows[10_020:10_040] = rows[17]
+    rows[10_020:10_040, 5] = np.nextafter(rows[17, 5], dtype(2))
+    source, options = torch.from_numpy(rows) if kind == "tensor" else rows, {}
+    if kind == "normalize":
+        source, options = rows * dtype(0.5), {"normalize": True}
+    elif kind == "shards":
+        for number, part in enumerate(np.split(rows, [5000])):
+            np.save(tmp_path / f"part_{number}.npy", part)
+        source = tmp_path
+    plain, coded = gf.Gallery(source, **options), gf.Gallery(source, codes=True, **options)
+    assert not encoded
+    for count in (1, 45, 100):
+        wanted, ours = plain.search(x, count), coded.search(x, count)
+        assert torch.equal(ours[0], wanted[0])
+        assert torch.equal(ours[1], wanted[1])
+    assert wanted[1][0, :61].tolist() == [*range(1000, 1030), *range(6000, 6030), 9000]
+    assert sum(encoded) == 11_000  # each row once
+    assert sum(by_codes) == 3 * 11_000
+
+
+@needs_int8
+def test_codes_belong_to_the_rows_of_a_gallery(by_codes, encoded):
+    """A gallery that shares the rows shares the codes; small galleries, float64 queries and posteriors need none."""
+    rows, x = unit_rows(5000, 24), unit_rows(3, 24)
+    gallery = gf.Gallery(rows, codes=True)
+    gallery.search(x.double())
+    gallery.statistics(x.unsqueeze(1), 10.0, 3)
+    gf.Gallery(rows[:4000], codes=True).search(x)
+    assert not encoded
+    wanted = gallery.search(x)
+    assert torch.equal(gallery.with_store(None).search(x)[0], wanted[0])
+    assert torch.equal(gallery.on("cpu").search(x)[0], wanted[0])
+    assert encoded == [5000]
+    assert by_codes == 3 * [5000]
+
+
+def test_codes_are_asked_for_by_a_boolean():
+    with pytest.raises(TypeError, match="codes"):
+        gf.Gallery(unit_rows(3, 4), codes="yes")
+
+
+@needs_int8
+@pytest.mark.filterwarnings("ignore:BayesReranker is uncalibrated")
+def test_shortlists_of_a_re_ranker_are_found_by_codes(by_codes):
+    flow = gf.GeoFlow(gf.GeoFlowConfig(24, 24, hidden=16, depth=1)).eval()
+    rows, queries = unit_rows(5000, 24), unit_rows(3, 24)
+    settings = {"shortlist": 4, "n_steps": 2}
+    plain = gf.BayesReranker(flow, gf.Gallery(rows), "t2i", **settings)(queries)
+    assert not by_codes
+    coded = gf.BayesReranker(flow, gf.Gallery(rows, codes=True), "t2i", **settings)(queries)
+    assert by_codes
+    assert torch.equal(coded.index, plain.index)
+    assert torch.equal(coded.prob, plain.prob)
 
 
 # ---- real embeddings -----------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from geoflow_fast import GalleryIndex, ops
+from geoflow_fast import ops
 from tests.samples import unit
 
 ROWS, WIDTH, ITEMS = 12, 6, 40
@@ -21,7 +21,7 @@ def calls() -> dict[str, Callable[[str], object]]:
     directions = torch.arange(ROWS).to(torch.int8) % 3
     times = torch.linspace(0, 1, ROWS)
     samples, gallery = unit(3, 5, WIDTH), unit(ITEMS, WIDTH, seed=9)
-    bias, index = torch.linspace(-1, 1, ITEMS), GalleryIndex.build(gallery, 3)
+    bias = torch.linspace(-1, 1, ITEMS)
     return {
         "adaln": lambda b: ops.adaln(x, y[:1], z[:1], backend=b),
         "adaln_jvp": lambda b: ops.adaln_jvp(x, dx, y[:1], z[:1], backend=b),
@@ -34,9 +34,6 @@ def calls() -> dict[str, Callable[[str], object]]:
         "masked_interpolant": lambda b: ops.masked_interpolant(x, y, z, w, times, directions, backend=b),
         "tangent_step": lambda b: ops.tangent_step(x, y, 0.3, v_free=z, guidance=2.0, backend=b),
         "gallery_posterior": lambda b: ops.gallery_posterior(samples, gallery, 9.0, 4, b, item_bias=bias),
-        "gallery_posterior pruned": lambda b: ops.gallery_posterior(
-            samples, gallery, 200.0, 4, b, item_bias=bias, index=index, prune="always"
-        ),
         "sinkhorn": lambda b: ops.sinkhorn("arc", (x, y, z, w), eps=0.2, backend=b),
         "sinkhorn of a matrix": lambda b: ops.sinkhorn(x @ y.T, eps=0.02, backend=b),
         "transport_cost": lambda b: ops.transport_cost(x, y, z, w, backend=b),

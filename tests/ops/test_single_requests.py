@@ -29,10 +29,9 @@ def search() -> Callable[[torch.Tensor], object]:
     return lambda query: gallery.search(query, 10)
 
 
-def indexed_search() -> Callable[[torch.Tensor], object]:
-    gallery = gf.Gallery(rows(5000))
-    indexed = gallery.with_index(gf.GalleryIndex.build(gallery))
-    return lambda query: indexed.search(query, 10)
+def search_by_codes() -> Callable[[torch.Tensor], object]:
+    gallery = gf.Gallery(rows(5000), codes=True)
+    return lambda query: gallery.search(query, 10)
 
 
 def head_posterior() -> Callable[[torch.Tensor], object]:
@@ -48,7 +47,7 @@ def threads() -> int:
     return len(list(TASKS.iterdir()))
 
 
-@pytest.mark.parametrize("request_of", [search, indexed_search, head_posterior])
+@pytest.mark.parametrize("request_of", [search, search_by_codes, head_posterior])
 @pytest.mark.parametrize("queries", [1, pytest.param(7, marks=pytest.mark.slow)])
 def test_a_call_starts_no_thread_and_touches_no_fresh_memory(request_of, queries):
     torch.set_num_threads(2)

@@ -33,7 +33,6 @@ MODULES = (
     "ops/test_tangent_step.py",
     "ops/test_ot.py",
     "flow/test_forward_mode.py",
-    "retrieval/test_index.py",
     "reliability/test_widths.py",
 )
 CALLS = """

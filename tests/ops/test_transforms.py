@@ -74,7 +74,7 @@ def inputs_of(name: str) -> tuple[object, ...]:
         "tangent_stage": (x, y, z, 0.3, w, 2.0, x + y, 0.1),
         "tangent_ab2": (x, y, 0.3, z, 2.0, w, 0.5),
         "gallery_search": (x, gallery, 4),
-        "gallery_posterior": (samples, gallery, 5.0, 4, bias, None, sample_bias, "float32", None),
+        "gallery_posterior": (samples, gallery, 5.0, 4, bias, sample_bias, "float32"),
         "gallery_scores": (samples, gallery, 5.0, bias, sample_bias),
         "transport_cost": (x, y, z, w, ROWS, "arc", 1.0, 1.0),
         "sinkhorn": (x[:4], y[:4], z, w, ROWS, "chord", 1.0, 2.0, 0.1, 1e-3, 1000, torch.float32),

@@ -292,18 +292,10 @@ GALLERIES = [
     ),
     Target(
         "Gallery",
-        lambda source, index: gf.Gallery(source).take(index),
-        lambda: {"source": unit(7, 5), "index": torch.tensor([[1, 2], [0, 6]])},
+        lambda source, index, codes: gf.Gallery(source, codes=codes).take(index),
+        lambda: {"source": unit(7, 5), "index": torch.tensor([[1, 2], [0, 6]]), "codes": True},
     ),
     Target("Gallery of a file", gf.Gallery, lambda: {"source": kept("rows.npy", lambda p: np.save(p, unit(9, 5)))}),
-    Target(
-        "GalleryIndex.load",
-        gf.GalleryIndex.load,
-        lambda: {
-            "path": kept("index.safetensors", lambda path: gf.GalleryIndex.build(unit(9, 5), 3).save(path)),
-            "gallery": unit(9, 5),
-        },
-    ),
     Target(
         "stores.FaissStore",
         lambda vectors, k: gf.stores.FaissStore(flat_index()).search(vectors, k),

@@ -59,17 +59,14 @@ void append(std::string& bytes, const std::vector<T>& values) {
     bytes.append(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T));
 }
 
-void check_gallery(std::int64_t queries, std::int64_t draws, std::int64_t items, std::int64_t dim, bool picked) {
+void check_gallery(std::int64_t queries, std::int64_t draws, std::int64_t items, std::int64_t dim, bool biased) {
     const auto samples = unit_rows<float>(queries * draws, dim), gallery = unit_rows<float>(items, dim);
-    std::vector<std::int64_t> pick;
-    for (std::int64_t j = 0; picked && j < items; j += 2) pick.push_back(j);
-    const std::int64_t used = picked ? static_cast<std::int64_t>(pick.size()) : items;
-    const auto bias = normal<float>(used), sample_bias = normal<float>(queries * draws);
-    geoflow::GalleryParams params{samples.data(), picked ? sample_bias.data() : nullptr, gallery.data(),
-                                  picked ? pick.data() : nullptr, bias.data(), queries, draws, used, dim, 20.0f, 1, always, geoflow::Storage::single, false};
+    const auto bias = normal<float>(items), sample_bias = normal<float>(queries * draws);
+    geoflow::GalleryParams params{samples.data(), biased ? sample_bias.data() : nullptr, gallery.data(), bias.data(), queries, draws, items,
+                                  dim, 20.0f, 1, always, geoflow::Storage::single, false};
     const auto posterior = [&](int threads) {
         params.threads = threads;
-        const std::int64_t top_k = used < 5 ? used : 5;
+        const std::int64_t top_k = items < 5 ? items : 5;
         std::vector<double> peak(queries), weight(queries), moment(queries), score(queries * top_k);
         std::vector<std::int64_t> index(queries * top_k);
         geoflow::gallery_posterior(params, {top_k, peak.data(), weight.data(), moment.data(), score.data(), index.data()});
@@ -82,7 +79,7 @@ void check_gallery(std::int64_t queries, std::int64_t draws, std::int64_t items,
     compare("gallery_posterior in bfloat16", posterior);
     compare("gallery_scores", [&](int threads) {
         params.threads = threads;
-        std::vector<float> scores(queries * used);
+        std::vector<float> scores(queries * items);
         geoflow::gallery_scores(params, scores.data());
         std::string bytes;
         append(bytes, scores);
@@ -123,14 +120,6 @@ void check_search(std::int64_t queries, std::int64_t items, std::int64_t dim) {
     compare("gallery_search", search(false));
     if (!has_avx512_vnni()) return;
     compare("search_codes", search(true));
-    compare("bound_codes", [&](int threads) {
-        params.threads = threads;
-        std::vector<float> bound(queries * items);
-        bound_codes(params, {{code.data(), scale.data(), error.data()}, largest, items, nullptr}, bound.data());
-        std::string bytes;
-        append(bytes, bound);
-        return bytes;
-    });
 }
 
 template <typename T>
@@ -324,7 +313,7 @@ int main(int count, char** arguments) {
         return 0;
     }
     for (std::int64_t items : {1, 7, 129, 1023})
-        for (bool picked : {false, true}) check_gallery(3, 5, items, 19, picked);
+        for (bool biased : {false, true}) check_gallery(3, 5, items, 19, biased);
     check_gallery(40, 130, 300, 33, false);  // several column blocks
     check_gallery(19, 4, 300, 33, true);     // interleaved queries and others
     for (std::int64_t items : {1, 7, 129, 2023})

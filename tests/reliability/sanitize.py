@@ -23,7 +23,6 @@ SUITE = (
     "ops/test_gallery_posterior.py",
     "ops/test_gallery_bfloat16.py",
     "ops/test_gallery_search.py",
-    "retrieval/test_index.py",
     "ops/test_network_cpu.py",
     "ops/test_network_ops.py",
     "ops/test_segments.py",

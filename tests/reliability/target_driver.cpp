@@ -69,7 +69,7 @@ void galleries() {
     for (const Storage storage : {Storage::single, Storage::half, Storage::bfloat16}) {
         const auto halves = cut(gallery, storage);
         const void* const rows = storage == Storage::single ? static_cast<const void*>(gallery.data()) : halves.data();
-        const GalleryParams params{samples.data(), nullptr, rows, nullptr, nullptr, queries, draws, items, dim, 20.0f, 2, always, storage, false};
+        const GalleryParams params{samples.data(), nullptr, rows, nullptr, queries, draws, items, dim, 20.0f, 2, always, storage, false};
         std::vector<double> peak(queries), weight(queries), moment(queries), score(queries * top_k);
         std::vector<std::int64_t> index(queries * top_k);
         gallery_posterior(params, {top_k, peak.data(), weight.data(), moment.data(), score.data(), index.data()});

@@ -40,8 +40,6 @@ for count in (1, 40):
     queries = samples[:count, 0].contiguous()
     results[f"search {count}"] = gf.ops.gallery_search(queries, gallery, 10)[0]
     results[f"by codes {count}"] = gf.ops.gallery_search(queries, gallery, 10, codes=codes)[0]
-    if native.missing_int8() is None:
-        results[f"bounds {count}"] = codes.upper_bounds(queries)
 clouds = [rows(1100, width) for width in (700, 300, 700, 300)]
 for rounded in (False, True):
     solved = solve_cpu(make_problem("arc", clouds), make_settings(0.2, 1e-3, 1000, "float32"), rounded=rounded)

@@ -111,7 +111,6 @@ LOADERS: dict[str, Callable[[Path], Any]] = {
     "gallery.npy": gf.Gallery,
     "model.safetensors": lambda path: gf.GeoFlow.from_pretrained(path.parent),
     "last.safetensors": lambda path: load_tensors(path, kind="training state"),
-    "gallery_index.safetensors": lambda path: gf.GalleryIndex.load(path, unit(4, 3)),
     "scores.parquet": parquet.read_columns,
     "calibration.json": made_for,
     "config.json": lambda path: method_of(path.parent),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import numpy as np
@@ -13,7 +12,6 @@ from scipy import stats
 import geoflow_fast as gf
 from geoflow_fast import geometry as g
 from geoflow_fast import noise
-from geoflow_fast.ops.gallery_statistics import GalleryStatistics
 from geoflow_fast.retrieval.sources import ScoringPoints
 
 
@@ -123,31 +121,6 @@ def test_risk_bound_is_taken_before_rounding(flow):
     torch.testing.assert_close(
         scorer(noise.sample_uniform(4, 7)).risk_lower_bound, torch.full((4,), 6 / 7, dtype=torch.float64)
     )
-
-
-def test_the_risk_bound_allows_for_items_that_were_left_out(flow, monkeypatch):
-    """If the best item is left out, the others seem more uncertain than all of them are."""
-    queries, items = noise.sample_uniform(9, 7), noise.sample_uniform(300, 10)
-    scorer = gf.RetrievalEntropy(flow, items, n_samples=2, n_steps=2, kappa=60.0)
-    exact, scored = scorer(queries), gf.Gallery.statistics
-
-    def without_the_best(self, samples, kappa, top_k, bias, **options):
-        del bias, options
-        parts = []
-        for query, best in enumerate(scored(self, samples, kappa, 1, None).top_index[:, 0].tolist()):
-            one = samples[query : query + 1]
-            rest, left = gf.Gallery(torch.cat((items[:best], items[best + 1 :]))), gf.Gallery(items[best : best + 1])
-            part, gone = (
-                scored(gallery, one, kappa, top_k if gallery is rest else 1, None) for gallery in (rest, left)
-            )
-            parts.append(dataclasses.replace(part, log_left=gone.log_z, left=torch.ones_like(part.left)))
-        return GalleryStatistics.of_queries(parts)
-
-    monkeypatch.setattr(gf.Gallery, "statistics", without_the_best)
-    pruned = scorer(queries)
-    assert (gf.risk_lower_bound(pruned.entropy, 300) > exact.risk_lower_bound + 0.05).any()  # a wrong bound would show
-    assert (pruned.risk_lower_bound <= exact.risk_lower_bound + 1e-9).all()
-    assert (pruned.entropy.double() - pruned.entropy_bound <= exact.entropy.double() + 1e-6).all()
 
 
 def test_whole_numbers_and_floats(flow):

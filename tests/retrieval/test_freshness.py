@@ -11,11 +11,13 @@ import torch
 
 import geoflow_fast as gf
 from geoflow_fast import geometry
+from geoflow_fast.ops import native
 from geoflow_fast.retrieval.freshness import ModelDigest, marks
 from geoflow_fast.retrieval.hubs import Hubs
 from geoflow_fast.retrieval.sources import HeadSource
 
 SETTINGS = {"n_samples": 6, "n_steps": 3, "kappa": 20.0}
+needs_int8 = pytest.mark.skipif(native.missing_int8() is not None, reason=str(native.missing_int8()))
 
 
 def unit(rows: int, width: int, seed: int) -> torch.Tensor:
@@ -162,14 +164,13 @@ def test_the_digest_of_a_gallery_is_that_of_its_rows_now(kind):
     assert gallery.digest() == gf.Gallery(kind(unit(40, 10, 1))).digest() != before
 
 
-def test_the_index_of_a_gallery_is_checked_again_after_a_change():
-    rows = unit(1000, 16, 0)
-    gallery = gf.Gallery(rows, gf.GalleryIndex.build(rows), "always")
-    samples = unit(6, 16, 1).view(2, 3, 16)
-    gallery.statistics(samples, 5.0, 1, use_index=True)
-    rows[777] = unit(1, 16, 2)
-    with pytest.raises(ValueError, match="or the gallery has changed; build it anew"):
-        gallery.statistics(samples, 5.0, 1, use_index=True)
+@needs_int8
+def test_codes_of_a_gallery_are_made_again_after_a_change():
+    rows, queries = unit(5000, 16, 0), unit(3, 16, 1)
+    gallery = gf.Gallery(rows, codes=True)
+    gallery.search(queries, 4)
+    rows[777] = queries[1]
+    assert gallery.search(queries, 4)[1][1, 0] == 777
 
 
 def test_a_digest_is_computed_only_after_a_change(flow, monkeypatch):

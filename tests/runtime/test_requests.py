@@ -30,7 +30,7 @@ def requests() -> dict[str, Request]:
     torch.manual_seed(0)
     rows = gf.geometry.normalize(torch.randn(ITEMS, WIDTH))
     plain = gf.Gallery(rows)
-    indexed = plain.with_index(gf.GalleryIndex.build(plain))
+    coded = gf.Gallery(rows, codes=True)
     queries = gf.geometry.normalize(rows[:64] + 0.05 * torch.randn(64, WIDTH)).unsqueeze(1)  # [64, 1, d]
     points = 20 * queries.unsqueeze(2).expand(-1, 1, POINTS, -1)
     weights = torch.zeros(1, POINTS)
@@ -44,9 +44,8 @@ def requests() -> dict[str, Request]:
     density = gf.DensitySettings(n_steps=4)
     return {
         "search": lambda k: plain.search(queries[k], TOP),
-        "search with an index": lambda k: indexed.search(queries[k], TOP),
+        "search by codes": lambda k: coded.search(queries[k], TOP),
         "posterior": posterior(plain),
-        "posterior with an index": posterior(indexed),
         "re-ranking": lambda k: reranker(few[k]),
         "density": lambda k: gf.log_density(flow, few[k], few[k + 1], settings=density),
     }

@@ -18,7 +18,6 @@ from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.data.rows import Index
 from geoflow_fast.directions import CONDITIONAL, Direction
 from geoflow_fast.evaluation.retrieval import nearest
-from geoflow_fast.ops.pruning import PrefixRows
 from geoflow_fast.retrieval.bandwidth import fit_cosine_scale
 from geoflow_fast.retrieval.freshness import OncePerGallery, marks
 from geoflow_fast.retrieval.gallery import Gallery
@@ -59,7 +58,7 @@ class MappedGallery(Gallery):
     def by(cls, tower: ResidualTower, gallery: Gallery) -> MappedGallery:
         """The gallery with every row mapped by `tower`."""
         twin = cls.__new__(cls)
-        twin.__dict__.update(copy.copy(gallery).__dict__, tower=tower, index=None)
+        twin.__dict__.update(copy.copy(gallery).__dict__, tower=tower, _codes=None)
         return twin
 
     def blocks(
@@ -71,10 +70,13 @@ class MappedGallery(Gallery):
                 yield first + number * TILE_ITEMS, self.tower(tile).to(dtype)
 
     def _scored_blocks(
-        self, queries: Tensor, within: range | None, index: PrefixRows | None
-    ) -> Iterator[tuple[int, Tensor, PrefixRows | None]]:
-        for first, rows in self.blocks(queries.device, queries.dtype, within):
-            yield first, rows, index
+        self,
+        queries: Tensor,
+        within: range | None = None,
+        *,
+        whole: bool = False,  # noqa: ARG002
+    ) -> Iterator[tuple[int, Tensor]]:
+        yield from self.blocks(queries.device, queries.dtype, within)
 
     def take(self, index: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """The mapped rows with the given numbers."""

@@ -22,7 +22,6 @@ from geoflow_fast.ops.adaln import adaln_backward_reference, adaln_jvp_reference
 from geoflow_fast.ops.counter_noise import counter_noise_reference
 from geoflow_fast.ops.cross_residual import cross_residual_backward_reference, cross_residual_reference
 from geoflow_fast.ops.flow_loss import flow_loss_backward_reference, flow_loss_reference
-from geoflow_fast.ops.gallery_lists import split_rows
 from geoflow_fast.ops.gallery_posterior import gallery_posterior_reference, gallery_scores_reference
 from geoflow_fast.ops.gate_residual import (
     gate_residual_backward_reference,
@@ -275,10 +274,10 @@ def check_gallery(
         samples, rows, kappa, top_k, item_bias, sample_bias, scores=scores, config=config, shares=shares
     )
     truth = gallery_posterior_reference(
-        samples.double(), rows.double(), kappa, top_k, item_bias, None, sample_bias, "float32", None
+        samples.double(), rows.double(), kappa, top_k, item_bias, sample_bias, "float32"
     )
     statistics = (*(x.double() for x in statistics[:4]), statistics[4].long())
-    post, expected = (ops.GalleryStatistics.complete(s, top_k).posterior(torch.float64) for s in (statistics, truth))
+    post, expected = (ops.GalleryStatistics(*s, top_k).posterior(torch.float64) for s in (statistics, truth))
     if 1 < kappa < 100 and items > 10:
         assert (expected.entropy > 0.3).all()
         assert (expected.entropy < 3.5).all()
@@ -347,21 +346,6 @@ def test_gallery_fills_a_gpu_however_long_lists_are(top_k):
     tiles = [grid for kernel, grid in launches if "tile" in kernel.fn.__name__]
     assert math.prod(tiles[0]) > 132
     assert launches[-1][1] == (1, 1)  # one list at the end
-
-
-@pytest.mark.parametrize("top_k", [3, 100])
-def test_gallery_takes_parts_that_were_split_before(top_k):
-    """The bits are the same, and nothing is split but the samples."""
-    samples, rows = world(3, 5, 300, 24, torch.float32)
-    parts = split_rows(rows)
-    post, again = (ops.gallery_statistics(samples, rows, 20.0, top_k, "triton", index=given) for given in (None, parts))
-    for name in ("peak", "weight", "moment", "top_score", "top_index"):
-        assert torch.equal(getattr(post, name), getattr(again, name))
-    with mock.patch.object(gallery, "split_rows", wraps=gallery.split_rows) as splits:
-        ops.gallery_statistics(samples, rows, 20.0, top_k, "triton", index=parts)
-    assert [call.args[1] for call in splits.call_args_list] == [True]
-    with pytest.raises(ValueError, match=r"index must be split_rows\(gallery\), got torch.bfloat16 \(299, 2, 64\)"):
-        ops.gallery_statistics(samples, rows, 20.0, top_k, "triton", index=parts[:-1])
 
 
 @pytest.mark.parametrize(("queries", "items", "width", "top_k"), [(1, 1, 2, 1), (3, 300, 33, 7), (20, 200, 16, 100)])
