@@ -34,8 +34,8 @@ from geoflow_fast.training.loop import Run
 from geoflow_fast.training.ranks import RankBatchMaker, batch_maker
 
 # The server imports what the ranks use once; each rank is a fork of it.
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.ranks", "pyarrow.parquet", "rich.progress", "torch._dynamo"])
+CONTEXT = multiprocessing.getCONTEXT("forkserver")
+CONTEXT.set_forkserver_preload(["tests.ranks", "pyarrow.parquet", "rich.progress", "torch._dynamo"])
 
 RankFunction = Callable[..., Any]
 
@@ -46,9 +46,9 @@ def run_ranks(size: int, task: RankFunction, *arguments: Any, raising: bool = Tr
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    pipes = [_context.Pipe(duplex=False) for _ in range(size)]
+    pipes = [CONTEXT.Pipe(duplex=False) for _ in range(size)]
     processes = [
-        _context.Process(target=_rank, args=(rank, size, port, send, task, arguments), daemon=True)
+        CONTEXT.Process(target=_rank, args=(rank, size, port, send, task, arguments), daemon=True)
         for rank, (_, send) in enumerate(pipes)
     ]
     for process, (_, send) in zip(processes, pipes):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import resource
 import signal
-import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ from geoflow_fast.training.batches import Batch, BatchMaker, Prefetcher, couplin
 from geoflow_fast.training.flow_matching import FlowMatching, train_from_preset
 from geoflow_fast.training.logging import METRICS_FILE, Metrics, StepRate
 from geoflow_fast.training.loop import Run
+from tests.ranks import CONTEXT
 from tests.samples import random_pairs, randomised
 
 SHAPE = gf.GeoFlowConfig(image_dim=6, text_dim=5, hidden=16, depth=2, heads=2, layer_scale=0.1)
@@ -383,31 +385,33 @@ def test_a_finished_run_returns_at_once(tmp_path):
     assert [line["step"] for line in lines if "val_loss" in line] == [0, 1, 3, 6, 12, 18, 24]
 
 
-RUN = """
-import os, signal, sys, torch
-import geoflow_fast as gf
-from geoflow_fast.training import loop
-sys.path.insert(0, os.path.dirname({test!r}))
-from test_training import CONFIG, new_flow, some_pairs
-steps = 0
-original = loop.Run.optimise
-def counted(self, batch):
-    global steps
-    steps += 1
-    if steps > int(sys.argv[2]):
-        os.kill(os.getpid(), signal.{signal})
-    return original(self, batch)
-loop.Run.optimise = counted
-report = gf.train(new_flow(), some_pairs(), CONFIG, out=sys.argv[1])
-print(report.finished, report.steps)
-"""
+def train_until(folder: Path, steps: int, how: signal.Signals) -> None:
+    """Trains, and sends this process a signal after `steps` steps. The exit status tells whether the run has stopped
+    after the step that was interrupted."""
+    optimise, taken = Run.optimise, []
+
+    def counted(self, batch):
+        taken.append(batch)
+        if len(taken) > steps:
+            os.kill(os.getpid(), how)
+        return optimise(self, batch)
+
+    Run.optimise = counted
+    report = gf.train(new_flow(), some_pairs(), CONFIG, out=folder)
+    sys.exit((report.finished, report.steps) != (False, steps + 1))
 
 
-def run_until(folder, steps: int, how: str = "SIGKILL") -> subprocess.CompletedProcess[str]:
-    """Trains in a process that sends itself a signal after `steps` steps."""
-    code = RUN.format(test=__file__, signal=how)
-    command = [sys.executable, "-c", code, str(folder), str(steps)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def run_until(folder: Path, steps: int, how: signal.Signals = signal.SIGKILL) -> int | None:
+    """Does so in a process of its own, and returns its exit status."""
+    return ended(train_until, folder, steps, how)
+
+
+def ended(task: Callable[..., object], *arguments: object) -> int | None:
+    """The exit status of a process that does this. No fork of this one: it may have threads."""
+    process = CONTEXT.Process(target=task, args=arguments)
+    process.start()
+    process.join()
+    return process.exitcode
 
 
 def checkpoint_step(folder) -> int:
@@ -418,7 +422,7 @@ def test_killed_runs_end_with_the_same_bits(tmp_path):
     whole = new_flow()
     gf.train(whole, some_pairs(), CONFIG, out=tmp_path / "whole")
     for steps in (3, 7, 9):  # before the first checkpoint, after it, and after a later one
-        assert run_until(tmp_path / "killed", steps).returncode == -signal.SIGKILL
+        assert run_until(tmp_path / "killed", steps) == -signal.SIGKILL
     flow = new_flow()
     report = gf.train(flow, some_pairs(), CONFIG, out=tmp_path / "killed")
     assert report.finished
@@ -432,9 +436,7 @@ def test_killed_runs_end_with_the_same_bits(tmp_path):
 def test_interrupt_saves_and_the_same_call_continues(tmp_path):
     whole = new_flow()
     gf.train(whole, some_pairs(), CONFIG)
-    stopped = run_until(tmp_path, 8, "SIGINT")
-    assert stopped.returncode == 0, stopped.stderr
-    assert stopped.stdout.split() == ["False", "9"]  # the step that was interrupted is finished first
+    assert run_until(tmp_path, 8, signal.SIGINT) == 0  # the step that was interrupted is finished first
     assert checkpoint_step(tmp_path) == 9
     flow = new_flow()
     assert gf.train(flow, some_pairs(), CONFIG, out=tmp_path).finished
@@ -504,29 +506,19 @@ def test_divergence_names_the_step_and_keeps_the_checkpoint(tmp_path, monkeypatc
     assert all(bool(torch.isfinite(x).all()) for x in tensors.values())
 
 
-FULL_DISK = """
-import resource, signal, sys
-limit = int(sys.argv[2])
-sys.path.insert(0, {folder!r})
-from test_training import CONFIG, new_flow, some_pairs
-import geoflow_fast as gf
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-try:
-    gf.train(new_flow(), some_pairs(), CONFIG, out=sys.argv[1])
-except OSError as error:
-    print(error)
-"""
+def train_on_a_full_disk(folder: Path, limit: int) -> None:
+    """Trains where no file may be longer than `limit`."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    with pytest.raises(OSError, match=f"could not write {folder / 'last.safetensors'}"):
+        gf.train(new_flow(), some_pairs(), CONFIG, out=folder)
 
 
 def test_a_full_disk_leaves_the_old_checkpoint(tmp_path):
     run_until(tmp_path, 7)
     before = (tmp_path / "last.safetensors").read_bytes()
-    code = FULL_DISK.format(folder=os.path.dirname(__file__))
     # The limit is enough for the metrics and the best weights, but not for the state of the run.
-    command = [sys.executable, "-c", code, str(tmp_path), str(len(before) // 2)]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert f"could not write {tmp_path / 'last.safetensors'}" in result.stdout
+    assert ended(train_on_a_full_disk, tmp_path, len(before) // 2) == 0
     assert (tmp_path / "last.safetensors").read_bytes() == before
     assert checkpoint_step(tmp_path) == 5
     assert not list(tmp_path.glob(".*.tmp"))
@@ -594,17 +586,17 @@ def test_tensorboard_events_are_written(tmp_path):
     assert list((tmp_path / "tensorboard").iterdir())
 
 
-def test_the_command_trains_and_refuses_another_configuration(tmp_path):
+def test_the_command_trains_and_refuses_another_configuration(tmp_path, run):
     some_pairs().save(tmp_path / "pairs")
-    command = [sys.executable, "-m", "geoflow_fast", "train", "--pairs", str(tmp_path / "pairs")]
-    command += ["--out", str(tmp_path / "run"), "--preset", "tiny", "--steps", "3", "--batch-size", "16", "--no-head"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "finished at step 3" in done.stdout
+    command = ["train", "--pairs", tmp_path / "pairs", "--out", tmp_path / "run"]
+    command += ["--preset", "tiny", "--steps", 3, "--batch-size", 16, "--no-head"]
+    code, out, err = run(*command)
+    assert code == 0, err
+    assert "finished at step 3" in out
     assert gf.GeoFlow.from_pretrained(tmp_path / "run").config.image_dim == 6
-    failed = subprocess.run([*command, "--lr", "0.5"], capture_output=True, text=True, check=False)
-    assert failed.returncode == 2
-    assert "another configuration" in failed.stderr
+    code, _, err = run(*command, "--lr", 0.5)
+    assert code == 2
+    assert "another configuration" in err
 
 
 @pytest.mark.parametrize("device", ["sideways", "cuda:99"])
@@ -619,13 +611,13 @@ def test_a_run_may_be_killed_at_any_moment(tmp_path):
     """The process is killed at random times, wherever it happens to be, until the run has finished."""
     whole = new_flow()
     gf.train(whole, some_pairs(), CONFIG, out=tmp_path / "whole")
-    code = RUN.format(test=__file__, signal="SIGKILL")
     rng = np.random.default_rng(0)
     for _ in range(20):
-        process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "killed"), "1000"])
-        time.sleep(rng.uniform(2, 6))
+        process = CONTEXT.Process(target=train_until, args=(tmp_path / "killed", 1000, signal.SIGKILL))
+        process.start()
+        time.sleep(rng.uniform(0.2, 2))
         process.kill()
-        process.wait()
+        process.join()
     flow = new_flow()
     gf.train(flow, some_pairs(), CONFIG, out=tmp_path / "killed")
     assert same_weights(flow, whole)
