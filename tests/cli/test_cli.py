@@ -154,28 +154,50 @@ def test_a_closed_pipe_is_not_an_error():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("command", "words"),
     [
-        (["train", "--nonsense"], "No such option: --nonsense"),
-        (["nonsense"], "No such command 'nonsense'"),
-        (["train", "--pairs", "pairs"], "Missing option '--out'"),
-        (["train", "--out", "run", "--steps", "many"], "'--steps'"),
-        (["train", "--out", "run"], "give --pairs, a folder of paired embeddings, or --images and --texts"),
-        (["train", "--out", "run", "--pairs", "pairs", "--images", "images.npy"], "leave out --images"),
-        (["train", "--out", "run", "--pairs", "nowhere"], "nowhere is missing"),
-        (["train", "--out", "run", "--pairs", "images.npy"], "images.npy is not a folder of embeddings"),
-        (["train", "--out", "run", "--images", "nowhere.npy", "--texts", "texts.npy"], "nowhere.npy is missing"),
-        (["density", "--model", "nowhere", "--pairs", "pairs", "--out", "o.parquet"], "nowhere"),
+        ("train --nonsense", "No such option: --nonsense"),
+        ("nonsense", "No such command 'nonsense'"),
+        ("train --pairs pairs", "Missing option '--out'"),
+        ("train --out run --steps many", "'--steps'"),
+        ("train --out run", "give --pairs, a folder of paired embeddings, or --images and --texts"),
+        ("train --out run --pairs pairs --images images.npy", "leave out --images"),
+        ("train --out run --pairs nowhere", "nowhere is missing"),
+        ("train --out run --pairs images.npy", "images.npy is not a folder of embeddings"),
+        ("train --out run --images nowhere.npy --texts texts.npy", "nowhere.npy is missing"),
+        ("density --model nowhere --pairs pairs --out o.parquet", "nowhere"),
+        (
+            "train --out run --pairs pairs --head --preset tiny",
+            "--preset is a setting of the flow; leave it out with --head",
+        ),
+        ("train --out run --pairs pairs --head --coupling exact", "--coupling is a setting of the flow"),
+        (
+            "train --out run --pairs pairs --head --conditional-coupling c2ot",
+            "--conditional-coupling is a setting of the flow",
+        ),
+        ("train --out run --pairs pairs --head --ot-scope local", "--ot-scope is a setting of the flow"),
+        ("train --out run --pairs pairs --head --centre", "--centre is a setting of the flow"),
+        ("train --out run --pairs pairs --head --pca 3", "--pca is a setting of the flow"),
+        ("train --out run --pairs pairs --head --config flow.toml", "--preset is a setting of the flow"),
+        (
+            "train --out run --pairs pairs --no-head --points 3",
+            "--points is a setting of the head, which is not trained with --no-head",
+        ),
+        ("train --out run --pairs pairs --points few", "--points must be auto or a number, got 'few'"),
+        ("train --out run --pairs pairs --head --points 0", "--points must"),
+        ("train --out run --pairs pairs --points 65", "--points must"),
+        ("train --out run --pairs pairs --head --points -1", "got '-1'"),
+        ("train --out run --pairs pairs --head --device nowhere", "device 'nowhere' cannot be used here"),
     ],
 )
-@pytest.mark.usefixtures("desk")
-def test_errors_are_one_line(run, arguments, words):
-    code, out, err = run(*arguments)
-    assert code == 2
-    assert out == ""
+def test_errors_are_one_line(run, desk, command, words):
+    write(desk / "flow.toml", 'preset = "tiny"\n')
+    code, out, err = run(*command.split())
+    assert (code, out) == (2, "")
     assert err.startswith("geoflow: error: ")
     assert words in err
     assert err.count("\n") == 1
+    assert not (desk / "run").exists()
 
 
 FLAGS = {"normalize": "--normalize", "overwrite": "--overwrite", "steps": "--steps", "samples": "--samples"}
@@ -433,34 +455,6 @@ def test_validation_pairs_are_those_of_the_head_too(run, monkeypatch):
     assert code == 0, err
     ((pairs, _, val, points, *_),) = seen
     assert (len(pairs), len(val), val.folder, points) == (64, 64, Path("pairs"), 1)
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--head", "--preset", "tiny"], "--preset is a setting of the flow; leave it out with --head"),
-        (["--head", "--coupling", "exact"], "--coupling is a setting of the flow"),
-        (["--head", "--conditional-coupling", "c2ot"], "--conditional-coupling is a setting of the flow"),
-        (["--head", "--ot-scope", "local"], "--ot-scope is a setting of the flow"),
-        (["--head", "--centre"], "--centre is a setting of the flow"),
-        (["--head", "--pca", "3"], "--pca is a setting of the flow"),
-        (["--head", "--config", "flow.toml"], "--preset is a setting of the flow"),
-        (["--no-head", "--points", "3"], "--points is a setting of the head, which is not trained with --no-head"),
-        (["--points", "few"], "--points must be auto or a number, got 'few'"),
-        (["--head", "--points", "0"], "--points must"),
-        (["--points", "65"], "--points must"),
-        (["--head", "--points", "-1"], "got '-1'"),
-        (["--head", "--device", "nowhere"], "device 'nowhere' cannot be used here"),
-    ],
-    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
-)
-def test_flags_that_mean_nothing_are_named(run, desk, flags, words):
-    write(desk / "flow.toml", 'preset = "tiny"\n')
-    code, out, err = run("train", "--pairs", "pairs", "--out", "run", *flags)
-    assert (code, out) == (2, "")
-    assert words in err
-    assert err.count("\n") == 1
-    assert not (desk / "run").exists()
 
 
 @pytest.fixture
