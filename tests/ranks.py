@@ -34,7 +34,7 @@ from geoflow_fast.training.loop import Run
 from geoflow_fast.training.ranks import RankBatchMaker, batch_maker
 
 # The server imports what the ranks use once; each rank is a fork of it.
-CONTEXT = multiprocessing.getCONTEXT("forkserver")
+CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.ranks", "pyarrow.parquet", "rich.progress", "torch._dynamo"])
 
 RankFunction = Callable[..., Any]

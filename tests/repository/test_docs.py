@@ -38,7 +38,7 @@ SHELL = ("", "sh", "bash", "console")
 # What makes a documented command small; the last of two equal flags wins.
 SMALLER = {
     "train": "--steps 2 --batch-size 32 --preset tiny --device cpu --no-head --no-calibrate",
-    "train --pairs parts/train": "--steps 2 --batch-size 32 --preset tiny",  # the page calibrates
+    "train --pairs parts/train": "--steps 2 --batch-size 32",  # the page calibrates
     "train --head": "--steps 2 --batch-size 32 --points 1 --device cpu",
     "entropy": "--samples 4 --steps 2",
     "entropy --model runs/head": "",  # a head draws no samples
