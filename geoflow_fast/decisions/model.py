@@ -22,6 +22,7 @@ from geoflow_fast.decisions.logistic import (
     logits,
     mean_and_error,
 )
+from geoflow_fast.runtime import checks
 
 RIGHT, NO_MATCH = "right", "no match"
 SOFTMAX, LEVEL, SHAPE, FEATURES = "softmax", "level", "shape", "features"
@@ -123,7 +124,7 @@ class Model:
                 raise ValueError(f"{name} has unknown groups of features: {', '.join(groups)}")
             answers[name] = Answer(_finite(part["temperature"]), groups, _all_finite(part["weights"]))
         k, features = int(values["k"]), int(values["features"])
-        told = bool(values.get("log_prob", False))  # older files do not say
+        told = checks.boolean(values["log_prob"], "log_prob")
         model = cls(k, _finite(values["unit"]), features, hits=_all_finite(values["hits"]), log_prob=told, **answers)
         if k < 2 or features < 0 or model.unit < LEAST_SPREAD or len(model.hits) not in (1, HIT_FEATURES + 1):
             raise ValueError("the model's numbers are out of range")

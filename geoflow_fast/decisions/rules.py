@@ -65,8 +65,8 @@ class Rule:
     encoder: str | None = None
     gallery_size: int | None = None
     presorted: bool = True
-    reference: Reference | None = field(default=None, compare=False)
-    """The queries that it was certified on; rules of older releases have none."""
+    reference: Reference = field(compare=False, kw_only=True)
+    """The queries that it was certified on."""
 
     @property
     def certified(self) -> bool:
@@ -90,7 +90,7 @@ class Rule:
 
         A ValueError is raised if lists have another length than those the rule was made from, and if `encoder` or
         `gallery_size` are given and differ from what the rule was made with. If only the rule or only the call names an
-        encoder, a warning says so.
+        encoder, a warning is given.
         """
         results, shown = self._shown(scores, encoder, gallery_size, features)
         return results.table.back(np.asarray(shown.any(1)), ["answer"])
@@ -128,20 +128,15 @@ class Rule:
         compare the items that come up. `rows` [n] are those of `with_rows`."""
         if rows is not None:
             return self.with_rows(rows).with_hits(hits)
-        reference = self._kept()
+        reference = self.reference
         named = inputs.hits_of(hits, len(reference), self.model.k)
         return replace(self, reference=replace(reference, hits=named))
 
     def with_rows(self, rows: Table) -> Rule:
         """The rule with the numbers [n] of the queries that it was certified on in a larger file of judged ones, to
         which the `judged_embeddings` of `gf.watch` belong."""
-        reference = self._kept()
-        return replace(self, reference=replace(reference, row=inputs.rows_of(rows, len(reference))))
-
-    def _kept(self) -> Reference:
-        if self.reference is None:
-            raise ValueError("this rule does not hold the queries it was certified on: certify it again")
-        return self.reference
+        rows = inputs.rows_of(rows, len(self.reference))
+        return replace(self, reference=replace(self.reference, row=rows))
 
     def save(self, path: str | Path) -> None:
         """Writes the rule as a JSON file, whole or not at all."""
@@ -160,7 +155,7 @@ class Rule:
                 "presorted": self.presorted,
                 "certificate": self.certificate.as_json(),
                 "model": self.model.as_json(),
-                "reference": None if self.reference is None else self.reference.as_json(),
+                "reference": self.reference.as_json(),
             },
         )
 
@@ -177,7 +172,7 @@ class Rule:
                     f"format {values['format']} of {values['what']!r}; this version reads rules of {FORMAT}"
                 )
             checks.one_of(values["unit"], "unit", (ANSWERS, ITEMS))
-            model, kept = Model.from_json(values["model"]), values.get("reference")
+            model = Model.from_json(values["model"])
             return cls(
                 model,
                 values["unit"],
@@ -186,7 +181,7 @@ class Rule:
                 encoder=_text(values["encoder"]),
                 gallery_size=_count(values["gallery_size"]),
                 presorted=checks.boolean(values["presorted"], "presorted"),
-                reference=None if kept is None else Reference.from_json(kept, model),
+                reference=Reference.from_json(values["reference"], model),
             )
 
     def __repr__(self) -> str:

@@ -197,7 +197,9 @@ class Trust:
             self.encoder_ if encoder is None else checks.words(encoder, "encoder"),
             None if gallery_size is None else checks.integer(gallery_size, "gallery_size", 1),
             bool(self.presorted),
-            reference_of(model, results.scores, numbers, known.first, known.relevant, share=certifier.score_share),
+            reference=reference_of(
+                model, results.scores, numbers, known.first, known.relevant, share=certifier.score_share
+            ),
         )
 
     def save(self, path: str | Path) -> None:
@@ -234,10 +236,9 @@ class Trust:
             trust._model = model
             trust._pilot = _restored_pilot(values["pilot"])
             trust._report = tuple(FeatureGain(**rung) for rung in values["report"])
-            # Files of earlier versions hold neither what was seen nor an encoder.
-            trust._seen = frozenset(str(digest) for digest in values.get("seen", []))
+            trust._seen = frozenset(str(digest) for digest in values["seen"])
             trust.classes_ = np.array([False, True])
-            named = values.get("encoder")
+            named = values["encoder"]
             trust.encoder_ = None if named is None else checks.words(named, "encoder")
         return trust
 

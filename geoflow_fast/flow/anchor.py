@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -40,10 +39,6 @@ class Anchor(nn.Module):
             self.register_buffer(name, torch.zeros(dims[1 - stream], dims[stream], dtype=torch.float32))
         self.gains = nn.ParameterList(torch.zeros(POWERS, d, dtype=torch.float32) for d in dims)
         self.register_buffer("shares", torch.ones(2, dtype=torch.float32))
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
-        with_shares(state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def predict(self, given: Tensor, stream: int) -> Tensor:
         """What the rows `given` [B, d'] predict for the other stream, [B, d]."""
@@ -91,12 +86,6 @@ class Anchor(nn.Module):
         ridge = GAIN_RIDGE * moment.trace().clamp(min=1e-12) * torch.eye(POWERS, dtype=moment.dtype, device="cpu")
         gains = torch.linalg.solve(moment + ridge, powers.T @ (prediction * velocity).sum(1))
         self.gains[stream].copy_(gains.unsqueeze(1).expand_as(self.gains[stream]))
-
-
-def with_shares(tensors: MutableMapping[str, Tensor], prefix: str = "anchor.") -> None:
-    """Adds the shares of the network, which are one, to the tensors of an anchor that was saved before it had any."""
-    if f"{prefix}image_map" in tensors:
-        tensors.setdefault(f"{prefix}shares", tensors[f"{prefix}image_map"].new_ones(2))
 
 
 def shrunken_map(given: Tensor, generated: Tensor, towards: Tensor, fold: Tensor) -> tuple[Tensor, Tensor]:

@@ -129,15 +129,12 @@ class GeoFlowConfig:
 
     def to_json(self) -> dict[str, Any]:
         """The configuration as a dictionary that JSON can hold; `from_json` is the inverse."""
-        value = dataclasses.asdict(self)
-        # Files and digests of flows without an anchor are those of releases that knew none.
-        return value if self.anchored else {name: entry for name, entry in value.items() if name != "anchored"}
+        return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> GeoFlowConfig:
         """Rebuilds a configuration from `to_json`. Unknown or missing fields raise a ValueError."""
         names = {field.name for field in dataclasses.fields(cls)}
-        if set(value) | {"anchored"} != names:
-            differing = sorted((set(value) | {"anchored"}) ^ names)
-            raise ValueError(f"configuration fields differ from this release's: {differing}")
+        if set(value) != names:
+            raise ValueError(f"configuration fields differ from this release's: {sorted(set(value) ^ names)}")
         return cls(**value)

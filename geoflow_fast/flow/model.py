@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from geoflow_fast.data.cards import model_card
 from geoflow_fast.data.fingerprint import Origin
 from geoflow_fast.directions import STREAMS, Counts, Direction, row_directions, sort_rows
-from geoflow_fast.flow.anchor import Anchor, with_shares
+from geoflow_fast.flow.anchor import Anchor
 from geoflow_fast.flow.config import GeoFlowConfig
 from geoflow_fast.flow.fields import Streams, Velocity
 from geoflow_fast.flow.forward_mode import ForwardMode, PreparedVelocity
@@ -285,8 +285,7 @@ class GeoFlow(hub.Pretrained, nn.Module):
         # On the meta device nothing is allocated until the tensors are known to fit, and no weights are drawn in vain.
         with contents_of(path), torch.device("meta"):
             flow = cls(GeoFlowConfig.from_json(info["config"]))
-            flow.origin = Origin.read(info.get("origin"))
-        with_shares(tensors)
+            flow.origin = Origin.read(info["origin"])
         check_tensors(path, tensors, flow.state_dict())
         flow.load_state_dict(tensors, assign=True)
         return flow.eval()
@@ -370,10 +369,7 @@ def save_weights(
 def flow_digest(flow: GeoFlow) -> str:
     """SHA-256 of configuration and weights, on which the results of a job depend. The weights alone would not do: the
     manifold, for one, leaves no trace in them."""
-    tensors, shares = dict(flow.state_dict()), flow.state_dict().get("anchor.shares")
-    if shares is not None and bool((shares == 1).all()):
-        del tensors["anchor.shares"]  # digests of such flows are those from before there were shares
-    weights = hashing.digest(tensors.values())
+    weights = hashing.digest(flow.state_dict().values())
     return hashing.fingerprint({"config": flow.config.to_json(), "weights": weights})
 
 

@@ -113,7 +113,6 @@ class Run(Generic[B]):
         automatic = "bfloat16" if objective.gains_from_bfloat16() else "float32"
         precision = automatic if config.precision == "auto" else config.precision
         self.choices = {"precision": precision, **objective.choices()}
-        self.names_choices = True
         self._made_twin: tuple[HalfTwin | None] | None = None
         # Loss and gradient norm of steps that a GPU may not have finished yet.
         self.outcomes: LateValues[int] = LateValues(self.device)
@@ -334,7 +333,7 @@ class Run(Generic[B]):
             "model": self.objective.facts,
             **self.fingerprints,
             **({} if self.outcome is None else {"outcome": self.outcome}),
-            **({"choices": self.choices} if self.names_choices else {}),
+            "choices": self.choices,
         }
         tensors = {f"model.{name}": x for name, x in self.module.state_dict().items()}
         tensors |= {f"best.{name}": x for name, x in self.best.items()}
@@ -371,24 +370,18 @@ class Run(Generic[B]):
             setattr(self, key, info[key])
         self.improved_loss = info["reference_loss"]
         self.outcome = info.get("outcome")
-        self._keep_to(info.get("choices"))
+        self._keep_to(info["choices"])
 
-    def _keep_to(self, choices: dict[str, str] | None) -> None:
-        """Goes on with what the run has chosen; earlier releases named nothing, and had one way of each."""
-        self.names_choices = choices is not None
-        if choices is None:
-            earlier = "bfloat16" if self.device.type == "cuda" and self.bfloat16 else "float32"
-            choices = {"precision": earlier if self.config.precision == "auto" else self.config.precision}
+    def _keep_to(self, choices: dict[str, str]) -> None:
+        """Continues with what the run has chosen."""
         self.choices = choices
         self.objective.adopt(choices)
 
     def _check_same_run(self, path: Path, info: dict[str, Any]) -> None:
         own = {"model": self.objective.facts, "config": dataclasses.asdict(self.config)}
-        # Settings that the release of the stored run did not have yet are as if they were not given.
-        usual = {entry.name: entry.default for entry in dataclasses.fields(self.config)}
         for part, mine in own.items():
-            stored = {**usual, **info[part]} if part == "config" else info[part]
-            names = ({*mine} | {*stored}) - CHANGEABLE  # an anchor is named only where there is one
+            stored = info[part]
+            names = ({*mine} | {*stored}) - CHANGEABLE
             differing = sorted(key for key in names if stored.get(key) != mine.get(key))
             if differing:
                 changes = ", ".join(f"{key} {stored.get(key)!r} -> {mine.get(key)!r}" for key in differing)

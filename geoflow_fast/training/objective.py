@@ -109,7 +109,7 @@ class Objective(ABC, Generic[B]):
         return {}
 
     def adopt(self, choices: Mapping[str, str]) -> None:
-        """Keeps to the choices of a run that is continued; those of earlier releases are not named."""
+        """Keeps to the choices of a run that is continued."""
 
     def metrics(self, batch: B, losses: Tensor, step: int, seconds: float) -> dict[str, float]:  # noqa: ARG002
         """What is logged about a step besides the loss; the step took `seconds`. All ranks make this call at the same

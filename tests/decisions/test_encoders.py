@@ -107,7 +107,7 @@ def test_a_page_shows_probabilities_of_its_own_encoder(rule, tmp_path):
     assert_never_silent(explored("rule.json"), explored("plain.json"))
 
 
-def test_files_of_earlier_versions_name_no_encoder(trust, rule, tmp_path):
+def test_files_name_the_encoder(trust, rule, tmp_path):
     for made in (trust, rule):
         made.save(tmp_path / "new.json")
         values = json.loads((tmp_path / "new.json").read_text())
@@ -116,11 +116,6 @@ def test_files_of_earlier_versions_name_no_encoder(trust, rule, tmp_path):
         assert json.loads((tmp_path / "again.json").read_text()) == values
     trust.save(tmp_path / "new.json")
     values = json.loads((tmp_path / "new.json").read_text())
-    del values["encoder"]
-    (tmp_path / "old.json").write_text(json.dumps(values))
-    with quiet():
-        old = gf.Trust.load(tmp_path / "old.json").predict_proba(NEW.scores)
-    np.testing.assert_array_equal(old, trust.predict_proba(NEW.scores, encoder="small"))
     (tmp_path / "bad.json").write_text(json.dumps({**values, "encoder": 3}))
     with pytest.raises(ValueError, match=r"bad\.json.*encoder must be text"):
         gf.Trust.load(tmp_path / "bad.json")

@@ -190,16 +190,18 @@ def test_a_stopped_anchored_run_is_continued_exactly_and_only_with_its_anchor(tm
         patched.setattr(Run, "optimise", killed)
         with pytest.raises(RuntimeError, match="killed"):
             trained(tmp_path / "run")
-    with pytest.raises(ValueError, match=r"another configuration \(anchored True -> None\)"):
+    with pytest.raises(ValueError, match=r"another configuration \(anchored True -> False\)"):
         trained(tmp_path / "run", dataclasses.replace(shape, anchored=False))
     assert all(torch.equal(x, whole[name]) for name, x in trained(tmp_path / "run").state_dict().items())
 
 
-def test_flows_without_an_anchor_are_described_as_before():
-    plain = dataclasses.replace(SHAPE, anchored=False)
-    assert "anchored" not in plain.to_json()
-    assert gf.GeoFlowConfig.from_json(plain.to_json()) == plain
-    assert gf.GeoFlowConfig.from_json(SHAPE.to_json()) == SHAPE
+def test_anchored_is_a_field_of_every_configuration():
+    for config in (dataclasses.replace(SHAPE, anchored=False), SHAPE):
+        values = config.to_json()
+        assert gf.GeoFlowConfig.from_json(values) == config
+        del values["anchored"]
+        with pytest.raises(ValueError, match=r"differ from this release's: \['anchored'\]"):
+            gf.GeoFlowConfig.from_json(values)
     with pytest.raises(TypeError, match="anchored must be True or False"):
         dataclasses.replace(SHAPE, anchored=1)
 

@@ -69,15 +69,14 @@ def test_densities_of_a_shared_network_agree_with_those_by_autograd(direction):
     torch.testing.assert_close(fitted, wanted, rtol=1e-8, atol=1e-8)
 
 
-def test_flows_that_were_saved_without_shares_are_read_and_keep_their_digest(tmp_path):
+def test_shares_are_part_of_a_flow_and_of_its_digest(tmp_path):
     flow = some_flow()
-    old = {name: x for name, x in flow.state_dict().items() if name != "anchor.shares"}
-    save_weights(tmp_path, flow.config, old)
-    loaded = gf.GeoFlow.from_pretrained(tmp_path)
-    assert torch.equal(loaded.anchor.shares, torch.ones(2))
-    flow.load_state_dict(old)
-    assert flow_digest(loaded) == flow_digest(flow)
-    assert flow_digest(with_shares(flow, 0.5, 1.0)) != flow_digest(flow)
+    incomplete = {name: x for name, x in flow.state_dict().items() if name != "anchor.shares"}
+    save_weights(tmp_path, flow.config, incomplete)
+    with pytest.raises(ValueError, match=r"holds nothing as anchor\.shares"):
+        gf.GeoFlow.from_pretrained(tmp_path)
+    assert flow_digest(some_flow()) == flow_digest(flow)
+    assert flow_digest(with_shares(some_flow(), 0.5, 1.0)) != flow_digest(flow)
 
 
 def test_weights_of_a_choice_between_two_are_those_of_a_logistic_regression():
