@@ -37,10 +37,6 @@ ROOT = Path(__file__).parents[1]
 NATIVE = ("csrc", "setup.py")
 REMOVED: dict[str, str] = {
     "Coupling, B = 1024, d = 256: geoflow_fast, structured noise": "structured noise is deleted",
-    "One request: search with an index": "galleries have codes, and no index: search by codes",
-    "One request: search with an index and head posterior, K = 8": "search by codes and head posterior, K = 8",
-    "One request: search by codes": "was search with an index",
-    "One request: search by codes and head posterior, K = 8": "was search with an index and head posterior, K = 8",
 }
 """Rows that one of the compared commits lacks, and why."""
 TURN = 0.1
