@@ -133,7 +133,8 @@ def over(name: str) -> Callable[[int], Callable[[], Any]]:
     def make(size: int) -> Callable[[], Any]:
         given = {"rows": 128, "n_steps": 4, "n_probes": 1, name: size}
         pairs = Pairs(Rows.draw(gf.GeoFlowConfig.small(256, 256), given.pop("rows")), 0)
-        return lambda: pairs.ours(**given, **INDEPENDENT)
+        settings = gf.DensitySettings(**given, **INDEPENDENT)
+        return lambda: pairs.ours(settings=settings)
 
     return make
 
