@@ -185,3 +185,9 @@ def same_search(result: Tensor, truth: Tensor) -> bool:
 def finds_itself(result: Tensor, _: Any) -> bool:
     """Whether the nearest items [Q, k] of queries that are the first items begin with themselves."""
     return same_search(result[:, 0], torch.arange(len(result)))
+
+
+def as_near(rows: Tensor, queries: Tensor, found: Tensor, truth: Tensor) -> bool:
+    """Whether the found items [Q, k] are rank by rank as near as the true ones; equally near items may trade places."""
+    cosines = ((rows[index].double() @ queries.double().unsqueeze(-1)).squeeze(-1) for index in (found, truth))
+    return torch.allclose(*cosines, rtol=0, atol=1e-6)

@@ -18,7 +18,7 @@ from torch import Tensor
 import geoflow_fast as gf
 from benchmarks import peers, twins
 from benchmarks.cases import FOR_COMPARISON, OURS, PEER, Case, Contender, each
-from benchmarks.inputs import FAISS, PAPER, random_flow, scratch, write_gallery
+from benchmarks.inputs import FAISS, PAPER, as_near, random_flow, scratch, write_gallery
 from geoflow_fast.flow.sampling import FAST_SAMPLING as FAST
 from geoflow_fast.noise import sample_uniform
 
@@ -99,10 +99,6 @@ def mapped(request: pytest.FixtureRequest) -> Iterator[np.ndarray]:
         yield np.load(folder / "gallery.npy", mmap_mode="c")
 
 
-def cosines(mapped: np.ndarray, queries: Tensor, index: Tensor) -> Tensor:
-    return (torch.from_numpy(mapped[index.numpy()]).double() @ queries.double().unsqueeze(-1)).squeeze(-1)
-
-
 @pytest.mark.parametrize("items", GALLERIES)
 @pytest.mark.parametrize("way", [FAISS_PASS, SEARCH_PASS])
 def test_search_pass(benchmark: Any, mapped: np.ndarray, items: int, way: str) -> None:
@@ -121,8 +117,7 @@ def test_search_pass(benchmark: Any, mapped: np.ndarray, items: int, way: str) -
         gallery = gf.Gallery(mapped[:items])
         run = lambda: gallery.search(queries, TOP)[1]  # noqa: E731
     truth = twins.chunked_search(queries, rows, TOP)
-    nearest = (cosines(mapped, queries, found) for found in (run(), truth))
-    assert torch.allclose(*nearest, rtol=0, atol=1e-6), "an item that was found is not among the nearest"
+    assert as_near(rows, queries, run(), truth)
     benchmark.group = f"d = {rows.shape[1]}, N = {items:,}"
     benchmark.extra_info |= {"contender": way, "kind": PEER if faiss else OURS, "queries": SEARCHED}
     benchmark.pedantic(run, rounds=3)
