@@ -384,18 +384,12 @@ class CompiledCuda:
         self.count, self.rows, self.cols = count, rows, cols
         self.entry_bytes = 2.0 if half else 4.0
 
-    def build(
-        self, *, image_dim: int, text_dim: int, half: bool = False, precise: bool | None = None, **_: Any
-    ) -> float:
+    def build(self, *, image_dim: int, text_dim: int, half: bool = False, **_: Any) -> float:
         points = (2.0 if half else 4.0) * (self.rows + self.cols)
         products = 2.0 * self.rows * self.cols
         if half:
             self._launched("score_kernel", points * (image_dim + text_dim))
             self.count.flops["float16"] += int(products * (image_dim + text_dim))
-            return 0.0
-        if precise is not None:  # an earlier release: one launch of three products, or of one
-            self._launched("score_kernel", points * (image_dim + text_dim))
-            self.count.flops["tf32"] += int((3 if precise else 1) * products * (image_dim + text_dim))
             return 0.0
         for width in (image_dim, text_dim):  # a launch each, of three products
             self._launched("score_kernel", points * width)
@@ -525,7 +519,7 @@ def counted(*, capability: tuple[int, int] = (9, 0)) -> Iterator[Count]:
 
 
 def kernel_modules() -> list[ModuleType]:
-    """The modules that launch Triton kernels. Earlier releases have fewer."""
+    """The modules that launch Triton kernels."""
     folder = Path(kernels.__file__ or "").parent
     modules = [importlib.import_module(f"{kernels.__name__}.{file.stem}") for file in sorted(folder.glob("*.py"))]
     return [module for module in modules if hasattr(module, "launch") and not module.__name__.endswith(".launch")]

@@ -117,7 +117,7 @@ def train(
     lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
     seed: SeedFlag = 0,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite/--no-overwrite", help="Begin anew instead of continuing the run in OUT.")
+        bool, typer.Option("--overwrite/--no-overwrite", help="Start again instead of continuing the run in OUT.")
     ] = False,
     device: DeviceFlag = "auto",
 ) -> None:

@@ -189,7 +189,7 @@ def threshold(
 ) -> None:
     """Certifies a rule whose answers are wrong in at most a given share, from judged result lists, or applies it.
 
-    If nothing can be certified, a warning says so, and the exit status is still 0. With pairs, queries of one image are
+    If nothing can be certified, the command warns, and its exit status is still 0. With pairs, queries of one image are
     either all fitted or all tested, and one of them is tested. Columns of OUT, which has a row for each of the lists:
     query, answer and, with --precision, the list show.
     """

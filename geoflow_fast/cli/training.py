@@ -142,7 +142,7 @@ def train(
         bool, typer.Option("--compile/--no-compile", help="Compile the network with torch.compile.")
     ] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite/--no-overwrite", help="Begin anew instead of continuing the run in OUT.")
+        bool, typer.Option("--overwrite/--no-overwrite", help="Start again instead of continuing the run in OUT.")
     ] = False,
     device: DeviceFlag = "auto",
     as_json: JsonFlag = False,
@@ -198,7 +198,7 @@ def train(
         if calibrate:
             asked = EmbeddingPairs.open(share, normalize=normalize, world=world) if isinstance(share, Path) else share
             tell = typer.echo if world.is_main and not as_json else lambda _: None
-            data = hold_out(data, out, asked, seed, anew=overwrite, ids=ids, announce=tell, world=world)
+            data = hold_out(data, out, asked, seed, restart=overwrite, ids=ids, announce=tell, world=world)
         elif overwrite and world.is_main:
             forget_calibration(out)
         if not head:

@@ -70,7 +70,7 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class Origin:
-    """What a flow or a head remembers of its training, as far as it is known."""
+    """What is known of the training of a flow or a head."""
 
     encoders: tuple[Fingerprint | None, Fingerprint | None] = (None, None)
     """The encoders of images and texts."""
@@ -83,9 +83,7 @@ class Origin:
 
     @classmethod
     def read(cls, value: Any) -> Origin:
-        """The origin that a file of a model holds; an empty one if it holds none."""
-        if not value:
-            return cls()
+        """The origin that a file of a model holds."""
         first, second = (Fingerprint.read(entry) for entry in value["encoders"])
         one, other = map(str, value["sides"])
         return cls((first, second), (one, other), dict(value["pairs"]), dict(value["settings"]))

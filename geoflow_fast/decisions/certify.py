@@ -180,7 +180,7 @@ class Share:
         The signals `live` [m] are a mixture of those of queries with a match, like `queries`, and of such without one,
         like their `twins` [n each]. The probability that the share is at most s is the confidence at which it would be
         excluded to be larger: because that would make the mean of the live signals larger than it is, measured by the
-        standard error of the difference. `n`: how many judged queries to reckon with, if not these.
+        standard error of the difference. `n`: how many judged queries to assume, if not these.
         """
         from scipy import special
 
@@ -290,7 +290,7 @@ class Certifier:
 
     def _levels(self, pilot: Outcomes, stated: Floats, n: int) -> Floats:
         """Where to begin with `n` queries: mostly at the threshold that is most promising for the share that the tests
-        will have to reckon with, as far as the pilot can tell."""
+        will have to assume, estimated from the pilot."""
         share = self._share(self.pilot.no_match, self.pilot.twin_no_match, n).bound(self.confidence)
         return starting_levels(most_promising(pilot, stated, share, n, self.max_error), len(stated))
 

@@ -50,8 +50,8 @@ class Look:
     end: int
     """The rows of the log that were looked at, the last one not included."""
     expected: float
-    """Expected share of right first hits: the mean probability, for the share of queries without a right item that the
-    rule reckons with or, if the log surely holds more of them, that it seems to hold."""
+    """Expected share of right first hits: the mean probability, for the rule's share of queries without a right item
+    or, if the log clearly exceeds it, for the share estimated from the log."""
     stderr: float
     """Its standard error: of the queries, of the probabilities on the judged ones, and of such a share."""
     answered: float
@@ -118,7 +118,7 @@ def because(rule: Rule, look: Look, false_alarms: float) -> str:
     if look.no_match_share - 2 * look.no_match_stderr > rule.no_match_share:
         words += (
             f"; {look.no_match_share:.0%} +- {look.no_match_stderr:.0%} seem to have no right item, and the rule "
-            f"reckons with {rule.no_match_share:.0%}"
+            f"assumes {rule.no_match_share:.0%}"
         )
     if not math.isnan(look.expected_error):
         words += (
@@ -172,7 +172,7 @@ def watch(
     probability of at most `false_alarms`.
 
     `encoder` names the encoder that made the lists: a rule of another one is refused with a ValueError, and if only the
-    rule or only the call names one, a warning says so.
+    rule or only the call names one, a warning is given.
     """
     if not isinstance(rule, Rule):
         raise TypeError(f"rule must be a Rule, got {type(rule).__name__}")
@@ -241,8 +241,6 @@ def looked_at(
 
 def watched_queries(rule: Rule) -> Reference:
     """The queries that a rule was certified on; a ValueError if there is nothing to watch."""
-    if rule.reference is None:
-        raise ValueError("rule does not hold the queries it was certified on: certify it again with this version")
     if not rule.certified:
         raise ValueError("rule answers no query, since nothing could be certified: there is no guarantee to watch")
     return rule.reference
@@ -348,12 +346,12 @@ class Watcher:
         return p, math.sqrt(float(p.var()) / len(p) + float(off.var()) / len(off) + by_share**2)
 
     def _more_missing(self, share: float, share_error: float) -> bool:
-        """Whether the log surely holds more queries without a right item than the rule reckons with."""
+        """Whether the log surely holds more queries without a right item than the rule assumes."""
         return share - 2 * share_error > self.rule.no_match_share
 
     def _judged_error(self) -> float:
-        """Expected share of wrong answers among the judged queries, and among their twins as far as the rule reckons
-        with these."""
+        """Expected share of wrong answers among the judged queries, and among their twins, in the share that
+        the rule assumes."""
         share, reference = self.rule.no_match_share, self.reference
         p = np.concatenate((self.p_judged, self._p_answer(reference.twins, reference.features)))
         weight = np.repeat((1 - share, share), len(reference)) * (p >= self.rule.threshold)
@@ -363,8 +361,8 @@ class Watcher:
         """What the classifiers of the `number`-th look say; after an alarm a look is the first for itself, and fewer
         permutations will do.
 
-        If the rule reckons with queries whose item is missing, the log may hold any share of these up to the rule's:
-        it is compared with each of some shares, and the comparison counts in which it differs least."""
+        If the rule assumes that items of some queries are missing, the log may hold any share of these up to the
+        rule's: it is compared with each of some shares, and the comparison counts in which it differs least."""
         most = self.rule.no_match_share
         pools = [self.reference]
         for share in np.linspace(0, most, math.ceil(most / SHARE_STEP) + 1).tolist()[1:]:

@@ -1,6 +1,6 @@
 """The demo's last chapter: a search of the world as wide as CLIP goes live, and what it is asked for changes.
 
-The ladder answers judged captions, and a rule is certified on them that reckons with some captions whose image is not
+The ladder answers judged captions, and a rule is certified on them that assumes a share of captions whose image is not
 there. A log follows: its first part is as the rule expects, and later many more ask for what is missing. The files are
 those of the commands, and the page is that of `geoflow explore`.
 """
@@ -39,9 +39,9 @@ ITEMS, CAPTIONS, HELD_OUT, BANK, SHORTLIST = 500, 6, 400, 1000, 64
 FITTED, CERTIFIED, QUIET, CHANGED = 500, 1400, 400, 600
 """Judged captions that are fitted and certified on; queries of the log before and after the change."""
 NO_MATCH, MISSING = 0.1, 0.5
-"""Shares of queries that ask for missing images before and after the change; the rule reckons with the former."""
+"""Shares of queries that ask for missing images before and after the change; the rule assumes the former."""
 DOUBLES, ALIKE = 12, 0.99
-"""How many images are in the gallery a second time, and the cosine of the two: a photograph that was saved anew."""
+"""How many images are in the gallery a second time, and the cosine of the two: a photograph that was saved again."""
 MAX_ERROR = 0.2
 PAGE, FOLDER = "explore.html", "story"
 LEVELS = (
@@ -116,12 +116,12 @@ class Story:
         when = "not noticed" if self.noticed is None else f"after {self.noticed} queries"
         missing = f"{MISSING:.0%} of them then ask for something that is missing, {NO_MATCH:.0%} before"
         wrong = f"{own.error:.0%} wrong in the test" if self.rule.certified else "nothing could be certified"
-        reckons = f"at {self.rule.confidence:.0%} confidence, with up to {NO_MATCH:.0%} of the queries without a match"
+        assumed = f"at {self.rule.confidence:.0%} confidence, with up to {NO_MATCH:.0%} of the queries without a match"
         return [
             {
                 "name": "guaranteed error of a live search",
                 "value": f"at most {self.rule.max_error:.0%}",
-                "note": reckons,
+                "note": assumed,
                 "tone": "good" if self.rule.certified else "bad",
                 "id": "",
             },

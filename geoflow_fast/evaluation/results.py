@@ -69,13 +69,13 @@ class Result(Summarised):
     stated: dict[str, list[float]] | None = None
     """`confidence`, `accuracy` and `count` of the bins of a reliability diagram, if the method states probabilities."""
     training: str = ""
-    """What is trained for the method: "none", "baseline" or "flow", or "truth"; empty in files of earlier releases."""
+    """What is trained for the method: "none", "baseline" or "flow", or "truth"."""
     lead: dict[str, list[float]] = field(default_factory=dict)
     """[value, low, high] of the method's AUROC minus that of another method, by the other's name, with a paired
     bootstrap over images. Over several seeds it is the mean, the least low end and the greatest high end."""
     answered: list[float] = field(default_factory=list)
-    """For each of `ERRORS`, the largest share of queries that can be answered with so few wrong answers, in hindsight;
-    empty in files of earlier releases."""
+    """For each of `ERRORS`, the largest share of queries that can be answered with so few wrong answers, in
+    hindsight."""
     seeds: list[int] = field(default_factory=lambda: [0])
     spread: dict[str, float] = field(default_factory=dict)
     bin_recall_spread: list[float] = field(default_factory=list)

@@ -166,7 +166,7 @@ def explored(
 ) -> Explored:
     """Puts a page together. `labels` [n] or [n, k] say what is right; `only` are the rows to show, `first` marks of
     them by their places on the page. `encoder` names the one that made the lists: a rule of another one is refused, and
-    if only the rule or only the call names one, a warning says so."""
+    if only the rule or only the call names one, a warning is given."""
     if run.rule is not None:
         check_encoder("the rule", run.rule.encoder, encoder)
     lists = run.lists

@@ -264,7 +264,7 @@ class PosteriorHead(hub.Pretrained, nn.Module):
         # On the meta device nothing is allocated until the tensors are known to fit.
         with contents_of(path), torch.device("meta"):
             head = cls(HeadConfig.from_json(info["config"]), info["image_dim"], info["text_dim"])
-            head.report, head.origin = dict(info["report"]), Origin.read(info.get("origin"))
+            head.report, head.origin = dict(info["report"]), Origin.read(info["origin"])
         check_tensors(path, tensors, head.state_dict())
         head.load_state_dict(tensors, assign=True)
         _warn_if_unfinished(path.parent, head.report)

@@ -158,7 +158,7 @@ def hold_out(
     asked: float | int | EmbeddingPairs | None,
     seed: int,
     *,
-    anew: bool = False,
+    restart: bool = False,
     ids: Path | None = None,
     announce: Announce,
     world: World = ALONE,
@@ -166,13 +166,13 @@ def hold_out(
     """Writes the held-out pairs of a run into its folder and returns the others, on which to train.
 
     `asked`: the share or the number of the images to hold out, or pairs of other images; None for the usual share. A
-    run that began without held-out pairs goes on without them, unless it begins `anew`. Beside the held-out pairs are
+    run that began without held-out pairs continues without them, unless `restart` is set. Beside the held-out pairs are
     the `ids` of their texts, those that the pairs come with, or the numbers of their rows.
     """
     if ids is not None:
         pairs = _with_ids(pairs, ids)
-    stored = world.share(StoredCalibration.read(out) if world.is_main and not anew else None)
-    went_without = stored is None and not anew and world.share(_has_begun(out))
+    stored = world.share(StoredCalibration.read(out) if world.is_main and not restart else None)
+    went_without = stored is None and not restart and world.share(_has_begun(out))
     if went_without and asked is None:
         announce(f"{out} was begun without held-out pairs for calibration, and goes on without them")
         return pairs
@@ -189,13 +189,13 @@ def hold_out(
         if count == 0:
             least = math.ceil(FEWEST_IMAGES / LARGEST_SHARE)
             announce(f"{images} images are too few to hold some out for calibration; {least} are needed")
-            if anew and world.is_main:
+            if restart and world.is_main:
                 forget_calibration(out)
             return pairs
         if went_without:
             raise ValueError(
                 f"{out} was begun without held-out pairs, so it was trained on those that a share would hold out; "
-                "leave out --held-out, name a folder of other pairs, or begin anew with --overwrite"
+                "leave out --held-out, name a folder of other pairs, or start again with --overwrite"
             )
         rest, held_out = pairs.split(count, seed)
         of_images = images
@@ -206,7 +206,7 @@ def hold_out(
             f"({facts}); use a new folder, or the flags and files with which the run began"
         )
     if world.is_main and stored is None:
-        if anew:
+        if restart:
             forget_calibration(out)
         _write_held_out(held_out, out, facts)
     world.barrier()

@@ -32,7 +32,7 @@ from geoflow_fast.runtime.device import usable_device
 from geoflow_fast.runtime.files import contents_of
 from geoflow_fast.runtime.progress import Advance
 
-FORMAT = 3
+FORMAT = 1
 """This number goes up when a release computes other results from the same settings, so that it does not continue the
 blocks of an older one."""
 MOST_QUERIES = 500

@@ -101,7 +101,7 @@ def watch_file(
 ) -> Watched:
     """Does the looks that are due at the log, a file of result lists as `geoflow threshold` reads them, and writes
     `out` with a row for each look, and beside it the state as JSON and the queries that are most worth judging. A
-    search by another encoder than the rule's ends its guarantee; if only one of the two is known, a warning says so.
+    search by another encoder than the rule's ends its guarantee; if only one of the two is known, a warning is given.
     `show` is called with what was found before `out` says that the looks are done: after a kill they are done again."""
     if out.suffix != ".parquet":
         raise ValueError(f"out must be a .parquet file, got {out}")

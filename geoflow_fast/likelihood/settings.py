@@ -101,10 +101,8 @@ class DensitySettings:
         """Everything that the numbers depend on, by which a job or a calibration is recognised. `memory` only changes
         rounding and is left out."""
         names = ("n_steps", "n_probes", "solver", "divergence", "probe", "redraw", "orthogonal", "tangents", "grid")
-        values = {name: getattr(self, name) for name in (*names, "shared")}
-        # The facts of float32 are those of releases that knew nothing else.
-        chosen = {} if self.precision == "float32" else {"precision": self.precision}
-        return values | {"probe": self.probe_kind, "orthogonal": self.orthogonal_to} | chosen
+        values = {name: getattr(self, name) for name in (*names, "shared", "precision")}
+        return values | {"probe": self.probe_kind, "orthogonal": self.orthogonal_to}
 
     def correction(self, freedom: int) -> float:
         """The variance of the mean of K probes over that of K independent ones. It is below one for probes that are

@@ -34,7 +34,7 @@ class SinkhornResult:
     of the column sums before the last column update, which can only reduce it (csrc/sinkhorn.h), and a bound of what
     rounding does, which also bounds the violation of the column sums. `transport_cost` is sum_ij P_ij C_ij.
     `iterations` counts full iterations, each of which reads the matrix once. `converged` is false if `max_iter`
-    iterations did not reach `tol`; a RuntimeWarning says so too. In a function that `torch.compile` or `torch.export`
+    iterations did not reach `tol`, and a RuntimeWarning is given. In a function that `torch.compile` or `torch.export`
     traces the four numbers are tensors without dimensions: to read them would cut the graph.
     """
 
@@ -69,8 +69,8 @@ def sinkhorn(
     [n, d_I], [n, d_T] and data [m, d_I], [m, d_T], unit rows. `weights` multiply the image and the text term. `eps` is
     the regularisation, in units of the cost.
 
-    The solver stops once the L1 violation of a marginal is at most `tol`; if it reaches `max_iter` first, the result
-    says so and a RuntimeWarning gives the error reached. The CPU and CUDA backends work in float32 for any input and
+    The solver stops once the L1 violation of a marginal is at most `tol`; if it reaches `max_iter` first, `converged`
+    is false and a RuntimeWarning gives the error reached. The CPU and CUDA backends work in float32 for any input and
     store one n x m matrix and O(n + m) more; `backend="reference"` works in the dtype of the input. Where eps is so
     small beside the costs, or `tol` so small, that float32 cannot hold the plan (below about 2e-4 of the largest cost
     for the default `tol`), float64 iterations follow, in plain torch. Where float64 cannot hold it either (below about

@@ -45,7 +45,7 @@ from geoflow_fast.runtime.files import contents_of, read_json, write_json
 
 ENCODERS = "encoders"
 """The fact that holds the encoders of "queries" and "items", as far as they are known."""
-KIND, VERSION = "geoflow rerank calibration", 4
+KIND, VERSION = "geoflow rerank calibration", 1
 LEAST_QUERIES = 50
 """Nothing is fitted with fewer queries whose item reaches the shortlist."""
 CLOSEST = 1e-9
@@ -154,15 +154,10 @@ class Calibration:
 
     @property
     def identity(self) -> list[Any]:
-        """Everything that probabilities depend on. Without further features it is what earlier releases wrote into the
-        description of a job."""
-        numbers: list[Any] = [*self.weights, self.right_per_query]
-        if self.others or self.platt is not None or self.cheap is not None:
-            cheap = None if self.cheap is None else dataclasses.asdict(dataclasses.replace(self.cheap, no_match=None))
-            if cheap is not None:
-                del cheap["no_match"]  # which is no setting of a job
-            numbers += [self.others, self.hub_scale, self.platt, cheap, self.bank]
-        return numbers if self.rest is None else [*numbers, self.rest]
+        """Everything that the probabilities in the file of a job depend on."""
+        cheap = None if self.cheap is None else dataclasses.asdict(dataclasses.replace(self.cheap, no_match=None))
+        further = [self.others, self.hub_scale, self.platt, cheap, self.bank, self.rest]
+        return [*self.weights, self.right_per_query, *further]
 
     def probabilities(self, evidence: Evidence) -> Tensor:
         """Probabilities of the shortlisted items and, last, of "outside": float64 [Q, K + 1], rows sum to one. Those of
@@ -187,17 +182,16 @@ class Calibration:
 
     @classmethod
     def load(cls, path: Path, made_for: dict[str, Any]) -> Calibration:
-        """Reads a file that `save` wrote, in this release or an earlier one. A damaged file, or one made for other
-        facts, raises a ValueError."""
+        """Reads a file that `save` wrote. A damaged file, one of another version, or one made for other facts raises a
+        ValueError."""
         path = checks.path(path, "path")
         stored = read_json(path, "a calibration")
         if not isinstance(stored, dict) or stored.pop("kind", None) != KIND:
             raise ValueError(f"{path} is not a calibration")
         version = stored.pop("version", None)
-        if version not in range(1, VERSION + 1):
-            raise ValueError(f"{path} is not a calibration of version 1 to {VERSION}")
-        added = {name for since, fields in ADDED_FIELDS.items() if version < since for name in fields}
-        names = {entry.name for entry in dataclasses.fields(cls)} - added
+        if version != VERSION:
+            raise ValueError(f"{path} is a calibration of version {version}; this release reads version {VERSION}")
+        names = {entry.name for entry in dataclasses.fields(cls)}
         if set(stored) != names:
             raise ValueError(f"{path} is damaged: its fields differ in {sorted(set(stored) ^ names)}")
         if not isinstance(made_for, dict):
@@ -220,39 +214,36 @@ class Calibration:
         return calibration
 
 
-ADDED_FIELDS = {
-    2: ("others", "hub_scale", "platt", "rungs", "cheap", "bank"),
-    3: ("rest", "relevance", "no_match"),
-    4: ("items",),
-}
-"""Fields that files of versions before these do not have."""
-
-
 def _rebuilt(stored: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a calibration from what JSON holds."""
-    arguments = {**stored, "stderr": tuple(map(float, stored["stderr"]))}
-    if "platt" in stored:
-        if not all(isinstance(stored.get(name, ""), str) for name in ("bank", "items")):
-            raise TypeError("bank and items must be digests")
-        known = set(FEATURES) - {"flow", "cosine"}
-        if not set(stored["others"]) <= known:
-            raise ValueError(f"others has unknown features {sorted(set(stored['others']) - known)}")
-        rungs = tuple(Rung(**rung) for rung in stored["rungs"])
-        if any(rung.name not in RUNGS for rung in rungs):
-            raise ValueError(f"rungs has unknown names {[rung.name for rung in rungs]}")
-        cheap = stored["cheap"]
-        if cheap is not None:
-            if not set(cheap["weights"]) <= {*FEATURES, "outside"} or len(cheap["gaps"]) < 2:
-                raise ValueError("the fit without the flow is not one")
-            told = _rebuilt_no_match(cheap.get("no_match"))
-            cheap = CheapFit({**cheap["weights"]}, _two_numbers(cheap["platt"]), tuple(cheap["gaps"]), told)
-        platt = _two_numbers(stored["platt"])
-        arguments |= {"others": {**stored["others"]}, "platt": platt, "rungs": rungs, "cheap": cheap}
-    if stored.get("relevance") is not None:
-        logit, against, constant = stored["relevance"]
-        arguments["relevance"] = logit, against, constant
-    arguments |= {"no_match": _rebuilt_no_match(stored["no_match"])} if "no_match" in stored else {}
-    return arguments
+    if not all(isinstance(stored[name], str) for name in ("bank", "items")):
+        raise TypeError("bank and items must be digests")
+    known = set(FEATURES) - {"flow", "cosine"}
+    if not set(stored["others"]) <= known:
+        raise ValueError(f"others has unknown features {sorted(set(stored['others']) - known)}")
+    rungs = tuple(Rung(**rung) for rung in stored["rungs"])
+    if any(rung.name not in RUNGS for rung in rungs):
+        raise ValueError(f"rungs has unknown names {[rung.name for rung in rungs]}")
+    cheap = stored["cheap"]
+    if cheap is not None:
+        if not set(cheap["weights"]) <= {*FEATURES, "outside"} or len(cheap["gaps"]) < 2:
+            raise ValueError("the fit without the flow is not one")
+        told = _rebuilt_no_match(cheap["no_match"])
+        cheap = CheapFit({**cheap["weights"]}, _two_numbers(cheap["platt"]), tuple(cheap["gaps"]), told)
+    relevance = stored["relevance"]
+    if relevance is not None:
+        logit, against, constant = relevance
+        relevance = logit, against, constant
+    return {
+        **stored,
+        "stderr": tuple(map(float, stored["stderr"])),
+        "others": {**stored["others"]},
+        "platt": _two_numbers(stored["platt"]),
+        "rungs": rungs,
+        "cheap": cheap,
+        "relevance": relevance,
+        "no_match": _rebuilt_no_match(stored["no_match"]),
+    }
 
 
 def _rebuilt_no_match(stored: dict[str, Any] | None) -> NoMatch | None:

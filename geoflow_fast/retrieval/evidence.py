@@ -1,4 +1,4 @@
-"""The ladder of evidence about shortlisted items: cosine, hub correction, head, flow, from the cheapest to the dearest.
+"""The ladder of evidence about shortlisted items: cosine, hub correction, head, flow, cheapest first.
 
 A rung adds features to the logits of the items. Held-out queries decide which rungs are kept: each must lower the
 cross-fitted negative log-likelihood by more than the standard error of what it gains.

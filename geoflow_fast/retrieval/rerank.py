@@ -422,9 +422,9 @@ class BayesReranker(nn.Module):
         calibration = self.calibration or self._uncalibrated()
         self._check_bank(calibration)
         if checks.number(no_match_share, "no_match_share", 0, 1) and calibration.no_match is None:
-            raise ValueError("no_match_share= needs a calibration of this release: calibrate first")
+            raise ValueError("no_match_share= needs a calibration: calibrate first")
         if self.budget is not None and calibration.by_feature.get("flow") and calibration.cheap is None:
-            raise ValueError("budget= needs a calibration of this release, which also has weights without the flow")
+            raise ValueError("budget= needs a calibration that also has weights without the flow")
         asks_flow = "flow" in calibration.by_feature
         # Without a calibration nothing says which of many items to ask the flow about.
         length = self.flow_items if asks_flow and calibration.cheap is None else self.shortlist
@@ -618,7 +618,6 @@ class BayesReranker(nn.Module):
         for earlier in file.parent.glob(f"{glob.escape(file.stem)}.*{BANK_SUFFIX}"):
             if earlier != bank and len(earlier.name) == len(bank.name):
                 earlier.unlink(missing_ok=True)
-        file.with_suffix(BANK_SUFFIX).unlink(missing_ok=True)
         return file
 
     def load_calibration(self, path: str | Path) -> Calibration:
@@ -983,8 +982,7 @@ def _checked_lengths(shortlist: object) -> tuple[int, int] | None:
 
 def _stored_banks(file: Path, calibration: Calibration) -> dict[str, Tensor]:
     """The banks of queries and of items that a calibration was stored with. A ValueError says which is another."""
-    own, earlier = bank_file(file, calibration.bank or calibration.items), file.with_suffix(BANK_SUFFIX)
-    source = earlier if earlier.is_file() and not own.is_file() else own
+    source = bank_file(file, calibration.bank or calibration.items)
     tensors, _ = load_tensors(source, kind=BANK_KIND)
     for name, digest, words in (("bank", calibration.bank, "queries"), ("items", calibration.items, "items")):
         rows = tensors.get(name)

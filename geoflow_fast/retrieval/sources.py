@@ -115,8 +115,7 @@ class FlowSource(Source):
             "solver": self.sampling.solver,
             "grid": self.sampling.grid,
             "guidance": self.sampling.guidance,
-            # Files of float32 are those of releases that knew nothing else.
-            **({} if self.sampling.precision == "float32" else {"precision": self.sampling.precision}),
+            "precision": self.sampling.precision,
         }
 
     def draw(self, queries: Tensor, advance: Advance | None = None) -> ScoringPoints:

@@ -41,7 +41,7 @@ class LanceReranker(Reranker):
     fitted on; with `short_lists` they may be shorter, as under a filter.
 
     `encoder` names the encoder that made the vectors of the table and of the queries: a model or a rule of another one
-    is refused, and if only one of them names its encoder, a warning says so.
+    is refused, and if only one of them names its encoder, a warning is given.
     """
 
     def __init__(

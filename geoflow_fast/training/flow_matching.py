@@ -26,7 +26,7 @@ from geoflow_fast.flow.precision import bfloat16_pays
 from geoflow_fast.flow.preprocess import Preprocess
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.device import usable_device
-from geoflow_fast.training.batches import LANES, NOISE_SCHEMES, Batch
+from geoflow_fast.training.batches import NOISE_SCHEMES, Batch
 from geoflow_fast.training.blending import blend
 from geoflow_fast.training.config import TrainConfig
 from geoflow_fast.training.half import HalfTwin
@@ -85,7 +85,7 @@ class FlowMatching(Objective[Batch]):
         anchor.fit((image, text), fold, start, flow.manifold, self.config.seed)
 
     def conclude(self) -> dict[str, Any] | None:
-        """Weighs the network against the anchor, if there is one and `config.blend` says so."""
+        """Weighs the network against the anchor, if there is one and `config.blend` is set."""
         if self.flow.anchor is None or not self.config.blend:
             return None
         outcome = None
@@ -131,7 +131,7 @@ class FlowMatching(Objective[Batch]):
     def why_not_captured(self) -> str | None:
         if self.config.fixed_directions:
             return None
-        return "the number of rows of each direction is drawn anew in every step; fixed_directions=True fixes it"
+        return "the number of rows of each direction is drawn in every step; fixed_directions=True fixes it"
 
     def kind(self, batch: Batch) -> Hashable:
         return batch.counts
@@ -140,7 +140,7 @@ class FlowMatching(Objective[Batch]):
         return {"noise": self.batches.scheme}
 
     def adopt(self, choices: Mapping[str, str]) -> None:
-        scheme = choices.get("noise", LANES)
+        scheme = choices["noise"]
         checks.one_of(scheme, "the noise scheme of the run", NOISE_SCHEMES)
         self.batches.scheme = scheme
 

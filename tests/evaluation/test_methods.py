@@ -125,7 +125,7 @@ class TestFlowMethods:
 
 
 def test_scores_are_recognised_by_their_settings(held_out, small_flow):
-    """These facts decide whether stored scores are used again, also those of earlier releases."""
+    """These facts decide whether stored scores are used again."""
     study = Study(held_out, flow=small_flow)
     facts = {name: registry.create(name, study).facts() for name in ("entropy", "entropy_paper")}
     fast = {"n_samples": 40, "n_steps": 8, "solver": "ab2", "grid": "late", "noise": "antithetic"}

@@ -69,9 +69,9 @@ def test_unknown_precisions_are_refused(settings):
         settings(precision="half")
 
 
-def test_facts_of_float32_are_those_of_earlier_releases():
-    assert "precision" not in gf.DensitySettings().facts()
-    assert gf.DensitySettings(precision="bfloat16").facts()["precision"] == "bfloat16"
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_facts_name_the_precision(name):
+    assert gf.DensitySettings(precision=name).facts()["precision"] == name
 
 
 @pytest.mark.parametrize("dtype", HALVES)

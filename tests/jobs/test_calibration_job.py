@@ -122,7 +122,7 @@ def test_held_out_images_are_kept_with_the_model_and_out_of_training(tmp_path):
         hold_out(pairs, tmp_path, None, 6, announce=said.append)
     names = [f"text {k}" for k in range(400)]
     (tmp_path / "ids.txt").write_text("\n".join(names))
-    rest = hold_out(pairs, tmp_path, 0.4, 5, anew=True, ids=tmp_path / "ids.txt", announce=said.append)
+    rest = hold_out(pairs, tmp_path, 0.4, 5, restart=True, ids=tmp_path / "ids.txt", announce=said.append)
     assert len(rest) == 240
     kept_names = read_columns(tmp_path / "calibration/held_out/text_ids.parquet")["id"].tolist()
     assert sorted(kept_names) == sorted(set(names) - {names[row] for row in rest.text_row})
@@ -190,20 +190,20 @@ def test_a_kill_while_pairs_are_replaced_leaves_nothing_that_counts(model, pairs
     with monkeypatch.context() as patch:
         patch.setattr(calibration, "write_pairs", kill)
         with pytest.raises(KeyboardInterrupt):
-            hold_out(pairs, model, 0.4, 0, anew=True, announce=lambda _: None)
+            hold_out(pairs, model, 0.4, 0, restart=True, announce=lambda _: None)
     assert StoredCalibration.read(model) is None
     with monkeypatch.context() as patch:
         hold_out(pairs, model, 0.4, 0, announce=lambda _: None)
         patch.setattr(calibration, "remove_own", kill)
         with pytest.raises(KeyboardInterrupt):
-            hold_out(pairs, model, 0.3, 0, anew=True, announce=lambda _: None)
+            hold_out(pairs, model, 0.3, 0, restart=True, announce=lambda _: None)
     assert StoredCalibration.read(model) is None
 
 
 def test_a_new_run_with_too_few_images_forgets_the_earlier_calibration(model, pairs):
     (model / "rerank_t2i.bank.safetensors").touch()
     few = pairs.subset(range(100))
-    assert hold_out(few, model, None, 0, anew=True, announce=lambda _: None) is few
+    assert hold_out(few, model, None, 0, restart=True, announce=lambda _: None) is few
     assert not (model / "calibration").exists()
     assert not list(model.glob("rerank_*"))
 
@@ -294,7 +294,7 @@ def test_an_interrupted_calibration_is_continued(model, pairs, monkeypatch):
 def test_too_few_reached_queries_are_a_reason_and_no_error(model, pairs):
     lost = gf.EmbeddingPairs.from_arrays(images(70, 8), -images(70, 8))
     flow = gf.GeoFlow.from_pretrained(model)
-    hold_out(pairs, model, lost, 0, anew=True, announce=lambda _: None)
+    hold_out(pairs, model, lost, 0, restart=True, announce=lambda _: None)
     known = calibrate_model(model, pairs, flow, None, trained_rows=ROWS, seed=0)
     assert known is not None
     assert "held-out queries have a right item in their shortlist" in known.ladder["t2i"]["reason"]
@@ -388,7 +388,7 @@ def test_rerank_calibrates_in_the_gallery_it_is_given(model, monkeypatch, capsys
 @pytest.mark.parametrize("read_only", [False, True])
 def test_too_few_held_out_queries_are_no_obstacle_to_a_second_run(model, pairs, monkeypatch, capsys, read_only):
     lost = gf.EmbeddingPairs.from_arrays(images(70, 8), -images(70, 8))
-    hold_out(pairs, model, lost, 0, anew=True, announce=lambda _: None)
+    hold_out(pairs, model, lost, 0, restart=True, announce=lambda _: None)
     calls, fit = [], calibration._fit_ladder
     monkeypatch.setattr(calibration, "_fit_ladder", lambda *a, **k: calls.append(1) or fit(*a, **k))
     if read_only:

@@ -124,8 +124,7 @@ def test_a_flag_for_flows_with_a_head_is_named(world, monkeypatch, capsys, flag)
     assert not (world / "scores.parquet").exists()
 
 
-def test_the_facts_of_a_flows_job_are_those_of_earlier_releases(world):
-    """Blocks that an earlier release left behind are continued."""
+def test_jobs_know_their_flow_by_its_digest(world):
     flow = gf.GeoFlow.from_pretrained(world / "model")
     assert model_digest(gf.RetrievalEntropy(flow, world / "gallery")) == {"flow": flow_digest(flow)}
     assert model_digest(gf.BayesReranker(gf.GeoFlow(gf.GeoFlowConfig(8, 8, hidden=8)), torch.eye(8))).keys() == {"flow"}

@@ -40,6 +40,7 @@ def test_facts_are_everything_that_the_numbers_depend_on():
         "tangents": "separate",
         "grid": "uniform",
         "shared": False,
+        "precision": "float32",
     }
     assert list(gf.DensitySettings(memory=2**20).facts().items()) == list(facts.items())
     assert gf.DensitySettings(shared=True).facts() == {

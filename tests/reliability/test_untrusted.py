@@ -377,7 +377,8 @@ def test_json_that_is_none(tmp_path, contents):
         *({"stderr": 7}, {"stderr": [None]}, {"made_for": [1]}, {"alpha": "1"}, {"alpha": 1e999}, {"beta": None}),
         *({"others": {"x": 1.0}}, {"others": 3}, {"others": {"hub": "1"}}, {"platt": [1.0]}, {"platt": 2.0}),
         *({"rungs": [{"name": "x"}]}, {"rungs": 1}, {"cheap": {"weights": {}}}, {"cheap": 1}, {"bank": 3}),
-        *({"hub_scale": "a"}, {"cheap": {"weights": {"outside": None}, "platt": None, "gaps": [0.0, 1.0]}}),
+        *({"hub_scale": "a"}, {"cheap": {"weights": {"outside": 0.0}, "platt": None, "gaps": [0.0, 1.0]}}),
+        {"cheap": {"weights": {"outside": None}, "platt": None, "gaps": [0.0, 1.0], "no_match": None}},
         *({"rest": "1"}, {"relevance": [1.0]}, {"relevance": ["a", 1.0, 2.0]}, {"no_match": 1}),
         *(
             {"no_match": {"weights": {"x": 1.0}, "loss": 0.5}},

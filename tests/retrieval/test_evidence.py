@@ -340,9 +340,7 @@ class TestHubs:
         with pytest.raises(ValueError, match="another bank"):
             gf.BayesReranker(None, image, bank=text).load_calibration(path)
         (bank,) = tmp_path.glob("weights.*.bank.safetensors")
-        bank.rename(tmp_path / "weights.bank.safetensors")  # the name that earlier releases gave it
-        assert gf.BayesReranker(None, image).load_calibration(path) == reranker.calibration
-        (tmp_path / "weights.bank.safetensors").unlink()
+        bank.unlink()
         with pytest.raises(FileNotFoundError, match="bank"):
             gf.BayesReranker(None, image).load_calibration(path)
         other._use_bank(text)
@@ -599,7 +597,7 @@ class TestBudget:
     def test_queries_that_were_not_asked_about_have_the_probabilities_of_the_fit_without_the_flow(
         self, reranker, tiers
     ):
-        """Calibrations of earlier releases ask the flow about all items of a query or about none."""
+        """Without tiers the flow is asked about all items of a query or about none."""
         fitted, text = reranker.calibration, hub_world(300, 7)[1]
         fitted = fitted if tiers else dataclasses.replace(fitted, rest=None)
         sharper = {name: 1.5 * weight for name, weight in fitted.cheap.weights.items()}

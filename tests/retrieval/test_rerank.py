@@ -398,7 +398,7 @@ class TestStoredCalibration:
         [
             ({"alpha": "1"}, "its weights are"),
             ({"kind": "other"}, "is not a calibration"),
-            ({"version": 5}, "of version 1 to 4"),
+            ({"version": 2}, "of version 2; this release reads version 1"),
             ({"more": 0}, r"fields differ in \['more'\]"),
             (None, "is damaged"),
         ],

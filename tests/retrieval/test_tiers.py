@@ -185,7 +185,7 @@ class TestReranker:
             gf.BayesReranker(oracle, image, shortlist=ITEMS, n_steps=2).load_calibration(path)
 
     def test_a_calibration_of_short_shortlists_is_used_as_it_is(self, oracle, tmp_path):
-        """Such are those of earlier releases, in which the flow was asked about whole shortlists of 32."""
+        """The flow is asked about whole shortlists of 32."""
         image, text = oracle.pairs(ITEMS, 0)
         short = gf.BayesReranker(oracle, image, shortlist=32, n_steps=2)
         short.calibrate(held_out(oracle, 150))

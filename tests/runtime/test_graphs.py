@@ -355,7 +355,7 @@ def test_a_run_with_replayed_steps_is_continued(gpu, tmp_path, on):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"fixed_directions": False}, "the number of rows of each direction is drawn anew"),
+        ({"fixed_directions": False}, "the number of rows of each direction is drawn in every step"),
         ({"compile": True}, "torch.compile traces the step"),
     ],
 )
