@@ -20,7 +20,7 @@ from PIL import Image
 import geoflow_fast as gf
 from geoflow_fast.cli.app import main
 from geoflow_fast.encoders.colours import ColourEncoder
-from geoflow_fast.encoders.open_clip import OpenClipEncoder
+from geoflow_fast.encoders.open_clip import DEFAULT_MODEL, OpenClipEncoder
 from geoflow_fast.jobs import embed
 from geoflow_fast.jobs.embed import embed_images
 from geoflow_fast.runtime.parquet import read_columns
@@ -425,5 +425,5 @@ def test_the_command_without_a_network(colours):
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[2])
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
-    assert "the weights of ViT-H-14 could not be downloaded" in done.stderr
+    assert f"the weights of {DEFAULT_MODEL} could not be downloaded" in done.stderr
     assert "--checkpoint" in done.stderr
