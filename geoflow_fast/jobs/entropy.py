@@ -163,7 +163,7 @@ def choose_layout(layout: str, scorer: RetrievalEntropy, blocks: int) -> str:
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
     world = scorer.gallery.world
-    if world.size == 1 or scorer.gallery.index is not None:
+    if world.size == 1:
         return "queries" if layout == "auto" else layout
     memory = processors.physical_memory()
     size = len(scorer.gallery) * scorer.gallery.dim * ITEM_BYTES

@@ -105,7 +105,7 @@ def gallery_statistics(
         some, weights = samples, sample_bias
         if rows is not None:
             some, weights = samples[rows], None if sample_bias is None else sample_bias[rows]
-        sums = _statistics(some, gallery, kappa, kept, item_bias, weights, precision, str(backend))
+        sums: Statistics = _statistics(some, gallery, kappa, kept, item_bias, weights, precision, str(backend))
         _check_finite(sums[1] + sums[2], rows)
         return GalleryStatistics(*sums, top_k)
 
