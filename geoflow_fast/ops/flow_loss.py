@@ -33,7 +33,7 @@ def flow_loss(
     """Flow-matching loss |tangent part of v - target|^2, summed over the generated streams: (mean, 0-d; rows, [B]).
 
     `v_image`, `target_image`, `image` are [B, d_I] and their text counterparts [B, d_T]: the network's output, the
-    target velocity and the point it was evaluated at. `direction` is int8 [B] with the codes of `geometry.DIRECTIONS`;
+    target velocity and the point it was evaluated at. `direction` is int8 [B] with the codes of `DIRECTIONS`;
     a given stream does not count. The network's output need not be tangent: only its tangent part enters the loss, and
     the gradient is tangent. Both results are differentiable in the two velocities, but not in targets and points.
     """

@@ -35,7 +35,7 @@ def masked_interpolant(
     """Inputs and targets of masked flow matching: (image_t, text_t, v_image, v_text).
 
     `image0` [B, d_I] and `text0` [B, d_T] are noise, `image1` and `text1` data, all unit rows in float32 or float64;
-    `t` [B] is in [0, 1]; `direction` is int8 [B] with the codes of `geometry.DIRECTIONS`. A generated stream lies on
+    `t` [B] is in [0, 1]; `direction` is int8 [B] with the codes of `DIRECTIONS`. A generated stream lies on
     the geodesic from noise to data, and its velocity is the paper's target omega/sin(omega) [cos(t omega) z_1 -
     cos((1-t) omega) z_0]; a given stream is its data point with zero velocity. `drop`, bool [B], marks rows under
     guidance dropout, whose given stream is replaced by its noise; joint rows ignore it.

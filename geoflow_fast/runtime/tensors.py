@@ -15,7 +15,7 @@ from torch import Tensor
 from geoflow_fast.runtime.files import contents_of, write_atomic
 
 FORMAT_VERSION = 1
-"""This number goes up when older releases can no longer read the files that this one writes."""
+"""Version of the files. A file with another version is refused."""
 
 _BLANK_DIGEST = "0" * 64
 _DTYPE_NAMES = {
