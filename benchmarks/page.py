@@ -52,7 +52,7 @@ def main(path: str) -> None:
 
 
 def filled(text: str, make: Callable[[str], str | None]) -> str:
-    """The page with every block made anew; `make` returns None for one that stays as it is."""
+    """The page with every block made again; `make` returns None for one that stays as it is."""
 
     def replace(match: re.Match[str]) -> str:
         begin, key, old, end = match.groups()

@@ -1,7 +1,7 @@
 """The paper's ablations, and one of the coupling, on any pairs: one setting is varied, everything else stays.
 
 A flow is trained for each value if the setting belongs to training, and otherwise once per seed. Kappa and guidance are
-tuned anew for each value on the held-out pairs, unless they are what is varied, so each value is judged at its best.
+tuned again for each value on the held-out pairs, unless they are what is varied, so each value is judged at its best.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Variant:
     """The line on which the value lies, if values are numbers."""
     value: float = math.nan
     network: Mapping[str, Any] = field(default_factory=dict)
-    """Changes of the network, which is then trained anew; `geometry` may be "euclidean"."""
+    """Changes of the network, which is then trained again; `geometry` may be "euclidean"."""
     run: Mapping[str, Any] = field(default_factory=dict)
     """Changes of the training run."""
     density: DensitySettings | None = None

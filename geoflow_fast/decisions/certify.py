@@ -29,7 +29,7 @@ CANDIDATES = 60
 SHARE_STEP = 0.01
 """Distance of the shares of queries without a match by which an unknown one is represented."""
 NEGLIGIBLE = 1e-6
-"""Probability below which a share need not be reckoned with."""
+"""Probability below which a share is left out."""
 LEAST_SHARE = 0.1
 """The signal of a missing item is that for a share of at least this, and at most one less this."""
 STATED = 30

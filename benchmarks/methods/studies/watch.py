@@ -173,7 +173,7 @@ class Searched:
     """Whether long logs without a change are looked at, too."""
 
     def alarms(self, run: int) -> Alarms:
-        """One run; everything in it is drawn anew."""
+        """One run; everything in it is drawn again."""
         world, scores = WORLDS[self.world](), self.scores()
         drawn = dict(logs(scores, Places(world, FIRST_SEED + run), np.random.default_rng(FIRST_SEED + run)))
         judged = drawn.pop("judged")
