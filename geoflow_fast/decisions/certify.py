@@ -281,7 +281,7 @@ class Certifier:
         return self._certified(answer_outcomes(score, ~first, twin, thresholds), thresholds, levels, share)
 
     def _share(self, queries: Floats, twins: Floats, n: int | None = None) -> Share:
-        """The share of traffic without a match, from log-odds of "no match" of queries and twins [n each], reckoned
+        """The share of traffic without a match, from log-odds of "no match" of queries and twins [n each], computed
         with `n` of them."""
         if self.live is None:
             return Share.known(self.share)
