@@ -94,7 +94,9 @@ def score(
             out,
             EvaluationSettings(names_of(methods), seed=seed, device=device, **settings),
             announce=lambda line: typer.echo(line, err=True),
-            choose=lambda names, study: registry.chosen(names, study, run, out / RUNS_FOLDER),
+            choose=lambda names, study: registry.chosen(
+                names, study, registry.run_configs(study.val, run), out / RUNS_FOLDER
+            ),
         )
     if as_json:
         print((out / RESULTS_JSON).read_text(), end="")

@@ -204,6 +204,8 @@ def _retrieval_table(recipe: Recipe, base: Path, out: Path, device: str, announc
     for part in recipe.data:
         training = recipe.training(part, base, device)
         test = EmbeddingPairs.open(base / str(part.test))
+        # This draws random numbers, so it must not come between a flow's seed and the weights of the baselines.
+        configs = registry.run_configs(training.val, recipe.baselines)
         runs = []
         for seed in recipe.seeds:
             announce(f"{part.name}, seed {seed}: training the flow")
@@ -213,7 +215,7 @@ def _retrieval_table(recipe: Recipe, base: Path, out: Path, device: str, announc
             if recipe.methods is None or Ladder.name in recipe.methods:
                 announce(f"{part.name}, seed {seed}: training the head")
                 study = training.with_head(study, part.flows_folder(out))
-            methods = registry.chosen(recipe.methods, study, recipe.baselines, folder / RUNS_FOLDER)
+            methods = registry.chosen(recipe.methods, study, configs, folder / RUNS_FOLDER)
             runs.append(compare(study, test, methods, max_queries=recipe.max_queries, folder=folder, announce=announce))
         datasets[part.name] = aggregate(runs)
         datasets[part.name].save(out / part.name)

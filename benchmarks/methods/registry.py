@@ -49,18 +49,24 @@ def create(name: str, study: Study) -> Method:
 
 
 def chosen(
-    names: Sequence[str] | None, study: Study, changes: Mapping[str, Any] | None = None, folder: Path | None = None
+    names: Sequence[str] | None,
+    study: Study,
+    configs: Mapping[str, RunConfig] | None = None,
+    folder: Path | None = None,
 ) -> list[Method]:
-    """The methods of these names. By default these are all that need no long training, and for `("all",)` all. The
-    training runs of baselines have these fields changed, and are kept in `folder`."""
+    """The methods of these names. By default these are all that need no long training, and for `("all",)` all.
+    Baselines train by `configs`, which `run_configs` makes, and keep their runs in `folder`."""
     if names is None or list(names) == [EVERY]:
         names = default_methods(study, every=names is not None)
-    study = BaselineStudy.of(study, run_configs(study.val, changes or {}), folder)
+    study = BaselineStudy.of(study, configs or {}, folder)
     return [create(name, study) for name in names]
 
 
 def run_configs(pairs: EmbeddingPairs, changes: Mapping[str, Any]) -> dict[str, RunConfig]:
-    """The training run of every baseline with these changes, by method; empty without changes."""
+    """The training run of every baseline with these changes, by method; empty without changes.
+
+    It draws from torch's global generator. Call it before that is seeded for the initial weights of baselines.
+    """
     if not changes:
         return {}
     return {

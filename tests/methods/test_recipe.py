@@ -14,12 +14,13 @@ from typer.testing import CliRunner
 
 import geoflow_fast as gf
 from benchmarks.methods import recipe as module
+from benchmarks.methods import registry
 from benchmarks.methods.ablation import ABLATIONS
 from benchmarks.methods.cli import app
 from benchmarks.methods.recipe import Recipe, RecipeData, load_recipe, run_recipe
 from geoflow_fast.flow.config import MANY_CORES
 from geoflow_fast.worlds import ConceptWorld
-from tests.evaluation.helpers import DIM, noisy_pairs
+from tests.evaluation.helpers import DIM, noisy_pairs, planted_pairs
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "benchmarks/methods/recipes").glob("*.toml"))
@@ -134,6 +135,27 @@ def test_missing_folders_are_named_before_any_work(tmp_path):
     with pytest.raises(FileNotFoundError, match="train does not exist"):
         run_recipe(recipe, tmp_path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_changed_runs_begin_with_the_same_weights(tmp_path, monkeypatch):
+    """A flow's seed decides the initial weights of the baselines, whether or not the recipe changes their runs."""
+    for seed, (name, count) in enumerate({"t": 120, "v": 90, "x": 60}.items()):
+        planted_pairs(count, seed).save(tmp_path / name)
+    part, made, chosen = RecipeData("a", train="t", held_out="v", test="x"), [], registry.chosen
+
+    def kept(names, study, *settings):
+        made.extend(chosen(["adapter", "probvlm", "mc_dropout"], study, *settings))
+        return chosen(names, study)
+
+    monkeypatch.setattr(registry, "chosen", kept)
+    usual = Recipe("x", [part], ["margin"], seeds=(0, 1), preset="tiny", flow={"steps": 2, "batch_size": 32})
+    for name, recipe in {"usual": usual, "changed": usual.changed(baselines={"steps": 3})}.items():
+        run_recipe(recipe, tmp_path, tmp_path / name, device="cpu")
+    assert [method.facts()["run"]["steps"] == 3 for method in made] == [False] * 6 + [True] * 6
+    for method, changed in zip(made[:6], made[6:]):
+        torch.testing.assert_close(
+            dict(changed.baseline.named_parameters()), dict(method.baseline.named_parameters()), rtol=0, atol=0
+        )
 
 
 def test_backbones_side_by_side(tmp_path):

@@ -47,7 +47,7 @@ def test_what_a_study_lacks_is_named(held_out):
 
 def test_settings_of_the_baselines_are_those_of_the_study(tmp_path):
     study = Study(planted_pairs(20, 0), planted_pairs(30, 1), seed=3)
-    (method,) = registry.chosen(["probvlm"], study, {"steps": 7}, tmp_path)
+    (method,) = registry.chosen(["probvlm"], study, registry.run_configs(study.val, {"steps": 7}), tmp_path)
     assert isinstance(method.study, BaselineStudy)
     assert (method.study.folder, method.study.seed) == (tmp_path, 3)
     run = method.facts()["run"]
