@@ -29,6 +29,12 @@ def unit_array(rows: int, width: int = 8, seed: int = 0) -> np.ndarray:
     return unit(rows, width, seed=seed).numpy()
 
 
+def dyadic(x: Tensor) -> Tensor:
+    """The nearest multiples of 1/64. Sums of their products are exact in every order, so that equal rows have equal
+    products where a matrix product takes the rows of a tile and those at its edge in different orders."""
+    return (64 * x).round() / 64
+
+
 def random_pairs(rows: int, dims: tuple[int, int] = (6, 5), seed: int = 0) -> gf.EmbeddingPairs:
     """Pairs of independent points."""
     generator = seeded(seed)
