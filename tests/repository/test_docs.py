@@ -158,14 +158,15 @@ def run_command(line: str, *, smaller: bool) -> None:
 
 
 def run_page(page: Path, names: dict[str, Any], *, smaller: bool = True) -> None:
-    """Runs every block of a page from top to bottom in the working folder, as a reader would."""
+    """Runs every block of a page from top to bottom in the working folder, as a reader would. `names` receives what the
+    blocks define."""
     for number, (language, code) in enumerate(blocks(page)):
         if language == "python":
             for many, few in FEWER.items() if smaller else ():
                 code = code.replace(many, few)
-            if page.name in NEW_SESSIONS:
-                names.clear()
-            exec(compile(code, f"{page.name}, block {number}", "exec"), names)
+            session = {} if page.name in NEW_SESSIONS else names
+            exec(compile(code, f"{page.name}, block {number}", "exec"), session)
+            names.update(session)
         elif language == "toml":
             first = code.splitlines()[0]  # the name under which a command further down reads the file
             assert re.fullmatch(r"# \w+\.toml", first), f"{page.name}: {first}"
