@@ -97,9 +97,14 @@ def _new_temporary(path: Path) -> tuple[Path, BinaryIO]:
         file = os.fdopen(handle, "wb")
         if fcntl is None:
             return temporary, file
-        with contextlib.suppress(OSError):  # without locks on either side, nothing is removed
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        if os.fstat(handle).st_nlink:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ours = os.fstat(handle).st_nlink > 0
+        except BlockingIOError:
+            ours = False
+        except OSError:  # a file system without locks, where nothing is removed
+            ours = True
+        if ours:
             return temporary, file
         file.close()  # another writer took the file for left behind before it was locked
 

@@ -234,11 +234,11 @@ def _watch(out: Path, plan: Plan, log: list[str]) -> None:
 
 
 def _write_to_a_full_disk() -> None:
-    """Replaces files that are opened from now on by /dev/full, which accepts no byte."""
+    """Replaces files that are opened from now on by /dev/full, which accepts no byte, except locks, which need none."""
     real = os.open
 
     def full(path: Any, flags: int, *rest: Any, **more: Any) -> int:
-        if flags & os.O_EXCL:
+        if flags & os.O_EXCL and Path(path).name != LOCK_FILE:
             return real("/dev/full", os.O_WRONLY)
         return real(path, flags, *rest, **more)
 
