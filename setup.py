@@ -70,7 +70,10 @@ def refusal(nvcc: str) -> str | None:
 def gpu_is_visible() -> bool:
     """Whether the driver lists a GPU."""
     tool = shutil.which("nvidia-smi")
-    return tool is not None and "GPU" in subprocess.run([tool, "-L"], capture_output=True, text=True).stdout
+    if tool is None:
+        return False
+    answer = subprocess.run([tool, "-L"], capture_output=True, text=True)
+    return answer.returncode == 0 and any(line.startswith("GPU ") for line in answer.stdout.splitlines())
 
 
 def targets() -> dict[str, dict[str, list[str]]]:

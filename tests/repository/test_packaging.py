@@ -132,17 +132,27 @@ def test_a_new_enough_nvcc_is_used_with_a_gpu_or_on_demand(tmp_path, gpus, wish)
     assert "Unsupported gpu architecture" in result.stderr
 
 
-def test_without_a_gpu_the_build_goes_without_cuda_and_says_why(tmp_path):
-    path = with_gpus(tmp_path, "No devices were found", with_nvcc_of(tmp_path, "12.8"))
+@pytest.mark.parametrize(
+    ("listed", "code"),
+    [
+        ("No devices were found", 6),
+        ("No devices were found", 0),
+        ("GPU access blocked by the operating system", 255),
+        ("Failed to initialize NVML: no GPU", 0),
+        ("GPU 0: a card that the driver lost", 15),
+    ],
+)
+def test_without_a_gpu_the_build_goes_without_cuda_and_says_why(tmp_path, listed, code):
+    path = with_gpus(tmp_path, listed, with_nvcc_of(tmp_path, "12.8"), code)
     result = build(tmp_path / "out", PATH=path, CXX="true", CC="true")
     assert result.returncode == 0, result.stderr
     assert "building without CUDA: no GPU was visible when it was built" in result.stderr
 
 
-def with_gpus(folder: Path, listed: str, path: str) -> str:
-    """The search path with a driver that lists these GPUs."""
+def with_gpus(folder: Path, listed: str, path: str, code: int = 0) -> str:
+    """The search path with a driver that lists these GPUs and ends with this exit code."""
     fake = folder / "nvidia-smi"
-    fake.write_text(f"#!/bin/sh\necho '{listed}'\n")
+    fake.write_text(f"#!/bin/sh\necho '{listed}'\nexit {code}\n")
     fake.chmod(0o755)
     return f"{folder}{os.pathsep}{path}"
 
