@@ -32,7 +32,7 @@ BLOCK_ROWS = 16_384
 GPU_BLOCK_ROWS = 131_072
 """Rows that are copied to a GPU and scored together: with fewer, starting kernels would take as long as they run."""
 SOME_ROWS = 64
-"""At least this many rows tell whether a gallery in memory has changed, unless it has fewer."""
+"""At least this many rows tell whether a gallery in memory or a block has changed, unless it has fewer."""
 
 GallerySource = Tensor | Array | Embeddings | str | Path
 
@@ -61,7 +61,9 @@ class Gallery:
 
     With `codes`, the first search on a CPU with AVX512-VNNI also stores the rows in bytes, a quarter of their size in
     float32, and from then on scores only what bounds from integers do not exclude. Results are the same to the last
-    bit. Other processors ignore it.
+    bit. Other processors ignore it. The bytes are made again after a write to a tensor that torch counts. A write that
+    it does not count, through `.data` or a NumPy array that shares the memory, is noticed only if it changes one of
+    about a hundred evenly spaced rows of each block, the first row among them; after any other, make a new gallery.
 
     A `store` is a FAISS index over the same rows, or anything with its `search`; shortlists are then found by it.
 
@@ -81,7 +83,7 @@ class Gallery:
         self.world, self.is_divided = world, False
         self._digest: tuple[Hashable, str] | None = None
         self._checked: Hashable = None
-        self._codes: dict[int, RowCodes] | None = {} if checks.boolean(codes, "codes") else None
+        self._codes: dict[int, tuple[Tensor, RowCodes]] | None = {} if checks.boolean(codes, "codes") else None
         self.path = checks.path(source, "gallery") if isinstance(source, (str, Path)) else None
         self.rows: Tensor | Rows
         if isinstance(source, Tensor):
@@ -135,11 +137,6 @@ class Gallery:
     def dim(self) -> int:
         """Width d of the rows."""
         return self.rows.dim if isinstance(self.rows, Rows) else self.rows.shape[1]
-
-    @property
-    def in_memory(self) -> bool:
-        """Whether the gallery was made from a tensor; `blocks` then yields it as one block."""
-        return isinstance(self.rows, Tensor)
 
     def to(self, device: torch.device | str) -> None:
         """Moves a gallery made from a tensor to `device`. Others are copied there block by block as they are read."""
@@ -245,13 +242,14 @@ class Gallery:
             yield first, block if compiled and block.dtype in kept else block.to(queries.device, queries.dtype)
 
     def _codes_of(self, first: int, items: Tensor, queries: Tensor) -> RowCodes | None:
-        """The codes of the block of items from `first` on, made when it is first searched; None for a search without
-        them."""
+        """The codes of the block of items from `first` on, made when it is first searched, and again if some of its
+        rows differ since; None for a search without them."""
         if self._codes is None or not codes_pay(queries, items):
             return None
-        if first not in self._codes:
-            self._codes[first] = RowCodes.encode(items)
-        return self._codes[first]
+        some, known = items[:: max(1, len(items) // SOME_ROWS)], self._codes.get(first)
+        if known is None or not torch.equal(known[0], some):
+            self._codes[first] = known = some.clone(), RowCodes.encode(items)
+        return known[1]
 
     @torch.no_grad()
     def search(self, queries: Tensor | Array, count: int = 10) -> tuple[Tensor, Tensor]:

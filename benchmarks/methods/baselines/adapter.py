@@ -138,7 +138,7 @@ class TwoTowerAdapter(TrainedBaseline):
         """The softmax over adapted cosines. Items in memory are adapted once, those on disk whenever they are read."""
         tower = direction.items(self.image, self.text)
         mapped: Gallery = MappedGallery.by(tower, gallery)
-        if gallery.in_memory:
+        if isinstance(gallery.rows, Tensor):
             made_with = direction, queries.device, marks(tower.parameters())
             mapped = self._mapped.of(gallery, made_with, lambda: _in_memory(mapped, queries.device))
         adapted = direction.queries(self.image, self.text)(queries)
