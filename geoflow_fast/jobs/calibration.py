@@ -442,9 +442,14 @@ def _kept(stored: StoredCalibration, reranker: BayesReranker, entry: dict[str, A
 
 def _ladder_facts(reranker: BayesReranker, max_queries: int) -> str:
     """A digest of everything that weights fitted on the stored pairs depend on."""
-    bank = hashing.digest([reranker.bank]) if reranker.bank_is_given and reranker.bank is not None else ""
-    facts = {"gallery": reranker.gallery.digest(), "bank": bank, "seed": reranker.seed, "max_queries": max_queries}
+    facts = {**searched_facts(reranker), "seed": reranker.seed, "max_queries": max_queries}
     return hashing.fingerprint({**facts, **reranker.made_for})
+
+
+def searched_facts(reranker: BayesReranker) -> dict[str, str]:
+    """Digests of the gallery of a re-ranker, and of its bank of queries if one was given."""
+    bank = hashing.digest([reranker.bank]) if reranker.bank_is_given and reranker.bank is not None else ""
+    return {"gallery": reranker.gallery.digest(), "bank": bank}
 
 
 def _models(reranker: BayesReranker) -> dict[str, str]:

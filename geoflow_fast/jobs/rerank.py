@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,10 +21,17 @@ from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.flow.model import WEIGHTS_FILE, GeoFlow
 from geoflow_fast.flow.precision import settled_precision
 from geoflow_fast.head.model import HEAD_FOLDER, PosteriorHead
-from geoflow_fast.jobs.calibration import StoredCalibration, made_elsewhere, made_in_training, settle_ladder
+from geoflow_fast.jobs.calibration import (
+    StoredCalibration,
+    made_elsewhere,
+    made_in_training,
+    searched_facts,
+    settle_ladder,
+)
 from geoflow_fast.jobs.entropy import HEAD, model_kind
 from geoflow_fast.jobs.job import quantiles
 from geoflow_fast.jobs.queries import BLOCK_QUERIES, Naming, answer_queries, open_queries
+from geoflow_fast.retrieval.calibration import Calibration
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.retrieval.hubs import MOST_ROWS
 from geoflow_fast.retrieval.rerank import BayesReranker
@@ -121,8 +129,9 @@ def settle_calibration(
     returns where it comes from, or why there is none, in words. One of them is needed.
 
     With a folder of `held_out` pairs, a calibration that does not exist yet is computed by the main rank and written to
-    that file; `normalize` scales them to unit norm. One that was computed from other pairs is a FileExistsError, unless
-    `overwrite` is set or it was fitted on what training held out, which can be done again.
+    that file; `normalize` scales them to unit norm. One that was computed from other pairs, for another gallery or with
+    another bank is a FileExistsError, unless `overwrite` is set or it was fitted on what training held out, which can
+    be done again.
     """
     where = kept or model
     if where is None:
@@ -134,14 +143,8 @@ def settle_calibration(
             return f"calibrated by {file}"
         return _calibration_of_model(reranker, model)
     pairs = EmbeddingPairs.open(held_out, normalize=normalize, world=world)
-    if world.share(overwrite or not file.is_file() or (made_elsewhere(file, pairs) and made_in_training(file))):
-        if world.is_main:
-            reranker.calibrate(pairs)
-            reranker.save_calibration(file)
-        world.barrier()
-        reranker.load_calibration(file)
-    elif reranker.load_calibration(file).pairs != pairs.fingerprint():
-        raise FileExistsError(f"{file} was computed from other pairs; move it, or ask to overwrite")
+    source = hashing.fingerprint({"pairs": pairs.fingerprint(), **searched_facts(reranker)})
+    _use_or_fit(reranker, file, source, lambda: reranker.calibrate(pairs), overwrite=overwrite)
     return f"calibrated on {held_out}"
 
 
@@ -158,24 +161,41 @@ def calibrate_on_judgements(
     """Calibrates on a file of judgements of the gallery's rows for the rows of `queries`, saves that, and returns where
     it comes from in words. The ids of `naming`, if given, are those of the gallery and of these queries.
 
-    A calibration on the same judgements and queries is used again. One on others is a FileExistsError, unless
-    `overwrite` is set or it was fitted on what training held out.
+    A calibration on the same judgements and queries, for the same gallery and bank, is used again. Any other is a
+    FileExistsError, unless `overwrite` is set or it was fitted on what training held out.
     """
     world, file = reranker.gallery.world, reranker.calibration_file(file)
     rows = open_queries(queries, reranker.query_dim, world, normalize=normalize)
     known = open_judgements(qrels, naming, rows, reranker.gallery)
     asked = rows[np.arange(len(rows))]
-    source = hashing.digest([known.query, known.item, known.grade, asked])
+    judged = hashing.digest([known.query, known.item, known.grade, asked])
+    source = hashing.fingerprint({"judgements": judged, **searched_facts(reranker)})
+
+    def fit() -> Calibration:
+        return reranker.calibrate(known, queries=torch.from_numpy(asked))
+
+    _use_or_fit(reranker, file, source, fit, overwrite=overwrite)
+    return f"calibrated in this gallery on the judgements of {qrels}, kept in {file}"
+
+
+def _use_or_fit(
+    reranker: BayesReranker, file: Path, source: str, fit: Callable[[], Calibration], *, overwrite: bool
+) -> None:
+    """Loads the calibration in `file` if it was fitted on the data of the digest `source`. Without one, with
+    `overwrite`, and if it was fitted on what training held out, the main rank fits it and writes it to that file; any
+    other one is a FileExistsError."""
+    world = reranker.gallery.world
     if world.share(overwrite or not file.is_file() or made_in_training(file)):
         if world.is_main:
-            fitted = reranker.calibrate(known, queries=torch.from_numpy(asked))
-            reranker.calibration = dataclasses.replace(fitted, pairs=source)
+            reranker.calibration = dataclasses.replace(fit(), pairs=source)
             reranker.save_calibration(file)
         world.barrier()
         reranker.load_calibration(file)
     elif reranker.load_calibration(file).pairs != source:
-        raise FileExistsError(f"{file} exists; move it, name another --calibration, or ask to overwrite")
-    return f"calibrated in this gallery on the judgements of {qrels}, kept in {file}"
+        raise FileExistsError(
+            f"{file} was computed from other pairs or judgements, for another gallery or with another bank; move it, "
+            "name another --calibration, or ask to overwrite"
+        )
 
 
 def open_judgements(path: Path, naming: Naming, queries: Rows, items: Rows | Gallery) -> Qrels:

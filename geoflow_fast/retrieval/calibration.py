@@ -106,7 +106,8 @@ class Calibration:
     """Facts of flow, head and shortlists that the weights are valid for. `load` checks them, and so does every call of
     the re-ranker, unless there are none, as in a calibration made by hand."""
     pairs: str = ""
-    """Fingerprint of the pairs that the weights were fitted on; of judgements, where a command was given those."""
+    """Fingerprint of the pairs that the weights were fitted on; where a command was given pairs or judgements, a digest
+    of these, of the gallery and of a given bank."""
     others: dict[str, float] = field(default_factory=dict)
     """Weights of further features: "hub", "head" and "head_hub"."""
     hub_scale: float = 0.0

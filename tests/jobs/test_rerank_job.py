@@ -225,3 +225,28 @@ def test_judgements_calibrate_by_row_numbers_or_ids(world, monkeypatch, capsys, 
     assert "--qrels and --judged go together" in capsys.readouterr().err
     assert geoflow_rerank(world, monkeypatch, judged_ids="ids.txt", out="b.parquet") == 2
     assert "--judged-ids are the ids by which --qrels names queries" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["pairs", "judgements"])
+@pytest.mark.parametrize("changed", ["gallery", "bank"])
+def test_a_calibration_is_not_used_again_for_another_gallery_or_bank(world, monkeypatch, capsys, kind, changed):
+    torch.manual_seed(3)
+    own = {"held_out": "pairs"}
+    if kind == "judgements":
+        items = np.concatenate([np.load(file) for file in sorted((world / "gallery").glob("*.npy"))])
+        np.save(world / "judged.npy", noisy(g.normalize(torch.from_numpy(items.astype(np.float32)))).numpy())
+        (world / "qrels.csv").write_text("query,item,grade\n" + "".join(f"{k},{k},1\n" for k in range(ITEMS)))
+        own = {"qrels": "qrels.csv", "judged": "judged.npy"}
+    for name, rows in (("other", ITEMS), ("bank", 30)):
+        np.save(world / f"{name}.npy", noise.sample_uniform(rows, DIM).numpy())
+    options = {"calibration": "c.json", **own}
+    assert geoflow_rerank(world, monkeypatch, **options) == 0
+    kept = (world / "c.json").read_bytes()
+    assert geoflow_rerank(world, monkeypatch, out="again.parquet", **options) == 0
+    assert (world / "c.json").read_bytes() == kept
+    capsys.readouterr()
+    other = {"gallery": "other.npy"} if changed == "gallery" else {"bank": "bank.npy"}
+    assert geoflow_rerank(world, monkeypatch, out="b.parquet", **options, **other) == 2
+    assert "for another gallery or with another bank; move it" in capsys.readouterr().err
+    assert (world / "c.json").read_bytes() == kept
+    assert not (world / "b.parquet").exists()
