@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -20,7 +21,15 @@ from torch import Tensor
 
 from geoflow_fast.data.ids import Ids
 from geoflow_fast.distributed import ALONE, World
-from geoflow_fast.runtime.files import LOCK_FILE, contents_of, locked, read_json, write_atomic, write_json
+from geoflow_fast.runtime.files import (
+    LOCK_FILE,
+    contents_of,
+    locked,
+    read_json,
+    refuse_foreign,
+    write_atomic,
+    write_json,
+)
 from geoflow_fast.runtime.interrupt import stop_on_interrupt
 from geoflow_fast.runtime.parquet import read_table, write_columns
 from geoflow_fast.runtime.progress import Advance, progress_bar
@@ -28,6 +37,9 @@ from geoflow_fast.runtime.progress import Advance, progress_bar
 FACTS_FILE = "job.json"
 FACTS_KEY = b"geoflow_job"
 """The key under which the schema metadata of a finished file holds the facts of its job."""
+BLOCK = r"\d{12}\.parquet"
+OWN = rf"{re.escape(FACTS_FILE)}|{re.escape(LOCK_FILE)}|{BLOCK}"
+"""What is in the folder of the blocks of a job, as patterns. Nothing else is ever removed."""
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 Compute = Callable[[range, Advance], Mapping[str, Any]]
@@ -67,6 +79,7 @@ class Job:
         """Raises an error if something that is not part of this job is in the way, as `run` does before it computes."""
         if self.out.is_dir():
             raise IsADirectoryError(f"{self.out} is a folder; the output is a file")
+        self._refuse_foreign()
         if overwrite:
             return
         if self.out.exists() and not self.finished():
@@ -191,8 +204,20 @@ class Job:
                     writer = closed.enter_context(pyarrow.parquet.ParquetWriter(file, schema))
                 writer.write_table(table.replace_schema_metadata(writer.schema.metadata))
 
+    def _refuse_foreign(self) -> None:
+        """Raises a FileExistsError if the folder of the blocks holds files that no job made."""
+        refuse_foreign(self.folder, OWN)
+        file = self.folder / FACTS_FILE
+        # A run that starts writes the facts before the blocks, and one that ends removes them after the blocks: another
+        # rank or process may do either here.
+        if not file.exists() and self._files(BLOCK) and not file.exists():
+            raise FileExistsError(errno.EEXIST, f"{self.folder} holds blocks, but no job made them; move it")
+
+    def _files(self, pattern: str) -> list[Path]:
+        return [path for path in self.folder.glob("*") if re.fullmatch(pattern, path.name)]
+
     def _remove_blocks(self) -> None:
-        for path in [*self.folder.glob("*.parquet"), *self.folder.glob(".*.tmp")]:
+        for path in self._files(rf"{BLOCK}|\.(?:{BLOCK}|{re.escape(FACTS_FILE)})\.\d{{12}}\.tmp"):
             path.unlink()
 
 

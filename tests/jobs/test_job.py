@@ -176,6 +176,35 @@ def test_another_file_is_named_and_replaced_only_on_request(tmp_path):
     assert job.finished()
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(
+    ("mine", "with_facts"),
+    [("mine.parquet", False), ("mine.parquet", True), (".mine.tmp", False), ("000000000000.parquet", False)],
+)
+def test_a_folder_that_no_job_made_is_refused_and_kept(tmp_path, mine, with_facts, overwrite):
+    job = make_job(tmp_path / "out.parquet")
+    job.folder.mkdir()
+    (job.folder / mine).write_bytes(b"precious")
+    if with_facts:
+        write_json(job.folder / FACTS_FILE, job.facts)
+    before = sorted(job.folder.iterdir())
+    with pytest.raises(FileExistsError, match=r"not made here; move it|no job made them; move it"):
+        run(job, overwrite=overwrite)
+    assert sorted(job.folder.iterdir()) == before
+    assert (job.folder / mine).read_bytes() == b"precious"
+    assert not job.out.exists()
+
+
+def test_another_job_removes_what_a_killed_one_left(tmp_path):
+    job = make_job(tmp_path / "out.parquet")
+    job.folder.mkdir()
+    write_json(job.folder / FACTS_FILE, make_job(job.out, seed=1).facts)
+    for name in ("000000000000.parquet", ".000000000010.parquet.012345678901.tmp", f".{FACTS_FILE}.012345678901.tmp"):
+        (job.folder / name).write_bytes(b"left")
+    run(job, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["out.parquet"]
+
+
 def test_damaged_blocks_are_named(tmp_path):
     job = make_job(tmp_path / "out.parquet")
     job.folder.mkdir()
