@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from geoflow_fast.data import tables
 from geoflow_fast.data.fingerprint import Fingerprint, embedded_by, refuse_other_encoder
 from geoflow_fast.data.ids import ID_COLUMN, Ids, stored_ids
-from geoflow_fast.data.rows import Array, Rows, in_shard_order, load_npy, one_series
+from geoflow_fast.data.rows import Array, Rows, in_shard_order, load_npy
 from geoflow_fast.runtime import checks
 
 IMAGE_FOLDER, TEXT_FOLDER = "img_emb", "text_emb"
@@ -103,8 +102,8 @@ def open_rows(path: Path, name: str, *, normalize: bool = False) -> Rows:
     """Opens a `.npy` file, or all `.npy` files of a folder in the order of the numbers in their names, memory-mapped;
     or the embeddings of a Parquet or Arrow file, of a folder of these, or of a dataset.
 
-    The names of all files of a folder differ in numbers alone. Those that differ only in the number at their end are
-    shards, counted from 0 or 1 without a gap. Ids come from the column `id` of a table, or from the files of ids in a
+    The names of all files of a folder differ only in the number at their end, which counts from 0 or 1 without a gap,
+    or end in ranges of rows that touch. Ids come from the column `id` of a table, or from the files of ids in a
     folder of pairs.
     """
     source, column = tables.located(path)
@@ -119,15 +118,9 @@ def open_rows(path: Path, name: str, *, normalize: bool = False) -> Rows:
     if not path.is_dir():
         why = "neither a .npy file nor a folder" if path.exists() else "missing"
         raise FileNotFoundError(f"{name} {path} is {why}")
-    files = sorted(path.glob("*.npy"), key=lambda file: ([int(n) for n in re.findall(r"\d+", file.stem)], file.name))
+    files = in_shard_order(path.glob("*.npy"), from_one=True)
     if not files:
         raise FileNotFoundError(f"{name} folder {path} holds no .npy file")
-    series: dict[str, list[Path]] = {}
-    for file in one_series(files):
-        series.setdefault(re.sub(r"\d+$", "#", file.stem), []).append(file)
-    for shards in series.values():
-        if len(shards) > 1:
-            in_shard_order(shards, from_one=True)
     rows = Rows([load_npy(file, mapped=True) for file in files], f"{name} {path}", normalize=normalize)
     if path.name in (IMAGE_FOLDER, TEXT_FOLDER):
         side = "image" if path.name == IMAGE_FOLDER else "text"

@@ -32,7 +32,7 @@ from geoflow_fast.data.embeddings import (
 )
 from geoflow_fast.data.fingerprint import Fingerprint, Origin, embedded_by
 from geoflow_fast.data.ids import Ids, stored_ids
-from geoflow_fast.data.rows import BLOCK_ROWS, Array, Index, Rows, load_npy, one_series, open_shards
+from geoflow_fast.data.rows import BLOCK_ROWS, Array, Index, Rows, in_shard_order, load_npy, open_shards
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.runtime import checks, parquet
 from geoflow_fast.runtime.files import contents_of, read_json, write_atomic, write_json, write_npy
@@ -397,10 +397,9 @@ def _as_index(index: Tensor | NDArray[Any] | Sequence[int], count: int) -> Index
 
 def _metadata_groups(folder: Path) -> Index | None:
     """Returns the number of each row's image, from a column `image_index` or `image_path`; None if there is none."""
-    files = sorted(folder.glob("*.parquet"), key=lambda path: [int(x) for x in re.findall(r"\d+", path.name)])
+    files = in_shard_order(folder.glob("*.parquet"), from_one=True)
     if not files:
         return None
-    one_series(files)
     for column in ("image_index", "image_path"):
         if all(column in parquet.column_names(path) for path in files):
             values = np.concatenate([parquet.read_columns(path, [column])[column] for path in files])

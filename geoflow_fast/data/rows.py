@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import mmap
@@ -34,6 +35,9 @@ NPY_HEADER_BYTES = 10_000
 """Length of the longest `.npy` header that is read; numpy itself parses none that is longer."""
 MOST_COLUMNS = 1 << 31
 """Width of the widest array without rows that is read."""
+
+SHARD_NUMBER = re.compile(r"(?P<number>\d+)(?P<of>[-_]of[-_](?P<total>\d+))?$")
+"""The number of a shard in the name of its file, without suffix, and the number of all shards if the name has it."""
 
 Array = NDArray[np.floating]
 Index = NDArray[np.int64]
@@ -173,47 +177,68 @@ def _advise(part: Array, advice: str) -> None:
 
 def open_shards(folder: Path, name: str) -> Rows:
     """Opens the files `{name}_{number}.npy` of a folder, counted from 0 without a gap, memory-mapped."""
-    files = sorted(path for path in folder.glob(f"{name}_*.npy") if re.search(r"_\d+\.npy$", path.name))
-    shards = in_shard_order(one_series(files))
+    files = [path for path in folder.glob(f"{name}_*.npy") if re.search(r"_\d+\.npy$", path.name)]
+    shards = in_shard_order(files)
     if not shards:
         raise FileNotFoundError(f"{folder} holds no {name}_0.npy")
     return Rows([load_npy(path, mapped=True) for path in shards], f"{folder}")
 
 
 def in_shard_order(paths: Iterable[Path], *, from_one: bool = False) -> list[Path]:
-    """Sorts files whose names differ only in the number at their end by that number.
+    """The files of one series in the order of their rows.
 
-    A number that occurs twice is an error, because rows would be doubled. So is a number that is missing in the count
-    from 0 (or, with `from_one`, from 1), because all rows after it would get wrong numbers.
+    Their names differ in the number at their end alone, which may have the number of all shards behind it, as in
+    `train-00000-of-00003`. It counts from 0 (or, with `from_one`, from 1). Or the names end in ranges of rows that
+    touch, as in `rows_0_999` and `rows_1000_1999`. A ValueError names two files that differ in more, because they hold
+    different things, or that have the same number, because rows would be doubled. A FileNotFoundError names a shard
+    that is missing, because all rows after it would get wrong numbers.
     """
-    shards: dict[int, Path] = {}
-    for path in sorted(paths):
-        number = int(re.findall(r"\d+", path.stem)[-1])
-        other = shards.setdefault(number, path)
-        if other != path:
-            raise ValueError(f"{other} and {path} are both shard {number}; keep one of them")
-    first = 1 if from_one and 0 not in shards else 0
-    for expected, number in enumerate(sorted(shards), first):
-        if number != expected:
-            missing = re.sub(r"\d+(?=\.\w+$)", str(expected), shards[number].name)
-            raise FileNotFoundError(f"{shards[number].with_name(missing)} is missing between other shards")
-    return [shards[number] for number in sorted(shards)]
-
-
-def one_series(paths: Iterable[Path]) -> list[Path]:
-    """The files, whose names may differ in numbers alone; a ValueError names two that differ in more, since they hold
-    different things."""
-    files = list(paths)
+    files = sorted(paths)
     series: dict[str, Path] = {}
     for path in files:
-        series.setdefault(re.sub(r"\d+", "#", path.stem) + path.suffix, path)
+        series.setdefault(SHARD_NUMBER.sub(r"#\g<of>", path.stem) + path.suffix, path)
     if len(series) > 1:
+        ranges = _touching_ranges(files)
+        if ranges is not None:
+            return ranges
         one, other, *_ = series.values()
         raise ValueError(
             f"{one.parent} holds several series of files, of which {one.name} and {other.name} are two; keep each in a "
             "folder of its own"
         )
-    return files
+    known = [match for match in (SHARD_NUMBER.search(path.stem) for path in files) if match is not None]
+    total = None if not known or known[0]["total"] is None else int(known[0]["total"])
+    if len(known) < len(files) or (len(files) == 1 and total is None):
+        return files
+    shards: dict[int, Path] = {}
+    for path, match in zip(files, known):
+        other = shards.setdefault(int(match["number"]), path)
+        if other != path:
+            raise ValueError(f"{other} and {path} are both shard {int(match['number'])}; keep one of them")
+    first = 1 if from_one and 0 not in shards and (total is None or total in shards) else 0
+    end = first + total if total is not None else max(shards, default=first - 1) + 1
+    width = min((len(match["number"]) for match in known), default=1)
+    for number in range(first, end):
+        if number not in shards:
+            missing = SHARD_NUMBER.sub(rf"{number:0{width}}\g<of>", files[0].stem) + files[0].suffix
+            raise FileNotFoundError(f"{files[0].with_name(missing)} is missing between other shards")
+    if max(shards, default=-1) >= end:
+        raise ValueError(f"{shards[max(shards)]} has a number that is too large for {total} shards")
+    return [shards[number] for number in range(first, end)]
+
+
+def _touching_ranges(files: Sequence[Path]) -> list[Path] | None:
+    """Files whose names end in ranges of rows from the first one on, each of which begins where another ends, in order;
+    None for other files."""
+    known = [re.fullmatch(r"(.*?)(\d+)[-_](\d+)", path.stem) for path in files]
+    if len({(match and match[1], path.suffix) for match, path in zip(known, files)}) > 1:
+        return None
+    ranges = sorted((int(match[2]), int(match[3]), path) for match, path in zip(known, files) if match is not None)
+    for step in (0, 1):  # the end is the row behind the last one, or the last one
+        touch = all(low[1] + step == high[0] for low, high in itertools.pairwise(ranges))
+        if ranges and ranges[0][0] <= step and touch and all(low < high + step for low, high, _ in ranges):
+            return [path for *_, path in ranges]
+    return None
 
 
 def load_npy(path: Path, *, mapped: bool = False) -> NDArray[Any]:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geoflow_fast.data.ids import ID_COLUMN, Ids
-from geoflow_fast.data.rows import in_shard_order, one_series
+from geoflow_fast.data.rows import in_shard_order
 from geoflow_fast.runtime import parquet, unpacked
 from geoflow_fast.runtime.files import contents_of, need_file, read_json
 
@@ -96,14 +96,9 @@ def _files_of(folder: Path) -> list[Path]:
         raise FileNotFoundError(f"{folder} holds no Parquet or Arrow file")
     if len({path.suffix for path in files}) > 1:
         raise ValueError(f"{folder} holds files of several kinds; keep one of them")
-    if len(files) == 1:
-        return files
     numbered = [path for path in files if re.search(r"\d", path.stem)]
-    if len(numbered) != len(files):
+    if len(files) > 1 and len(numbered) != len(files):
         raise ValueError(f"{folder}: the order of {files[0].name} and the others is not known, as they have no numbers")
-    one_series(sorted(files))
-    if all(re.search(r"\d+-of-\d+$", path.stem) for path in files):  # as the Hub names shards: train-00000-of-00003
-        return sorted(files)
     return in_shard_order(files, from_one=True)
 
 

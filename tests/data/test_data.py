@@ -11,6 +11,7 @@ import torch
 
 import geoflow_fast as gf
 from geoflow_fast.data import rows
+from geoflow_fast.data.embeddings import open_rows
 from geoflow_fast.runtime import parquet
 from geoflow_fast.training.batches import ShuffledBatches
 
@@ -248,6 +249,12 @@ def save_column(path: Path) -> None:
         (save_matrix, ("images_0.npy", "texts_0.npy")),
         (save_matrix, ("images_0.npy", "images_1.npy", "texts_2.npy")),
         (save_matrix, ("cats.npy", "dogs.npy")),
+        (save_matrix, ("vit_b16_0.npy", "vit_b32_0.npy")),
+        (save_matrix, ("vit_b16_0.npy", "vit_b16_1.npy", "vit_b32_0.npy")),
+        (save_matrix, ("worker0_part0.npy", "worker0_part1.npy", "worker1_part0.npy")),
+        (save_matrix, ("rows_0_999.npy", "rows_1001_1999.npy")),
+        (save_column, ("model1_0.parquet", "model2_0.parquet")),
+        (save_column, ("train-00000-of-00002.parquet", "train-00000-of-00003.parquet")),
         (save_column, ("images_0.parquet", "texts_1.parquet")),
         (save_column, ("test-00000-of-00001.parquet", "train-00000-of-00001.parquet")),
     ],
@@ -266,7 +273,9 @@ def test_a_folder_holds_one_series_of_files(tmp_path, save, names):
     ("save", "names"),
     [
         (save_matrix, ("images_0.npy", "images_1.npy")),
-        (save_matrix, ("worker0_part0.npy", "worker0_part1.npy", "worker1_part0.npy")),
+        (save_matrix, ("vit_b16_0.npy", "vit_b16_1.npy")),
+        (save_matrix, ("rows_0_999.npy", "rows_1000_1999.npy")),
+        (save_column, ("rows-0-10.parquet", "rows-10-20.parquet", "rows-20-30.parquet")),
         (save_matrix, ("part_0_of_2.npy", "part_1_of_2.npy")),
         (save_column, ("images_1.parquet", "images_2.parquet")),
         (save_column, ("train-00000-of-00002.parquet", "train-00001-of-00002.parquet")),
@@ -276,6 +285,29 @@ def test_files_of_one_series_are_shards(tmp_path, save, names):
     for name in names:
         save(tmp_path / name)
     assert len(gf.Embeddings.open(tmp_path)) == 2 * len(names)
+
+
+@pytest.mark.parametrize("save", [save_matrix, save_column])
+@pytest.mark.parametrize(("numbers", "missing"), [((0, 2), 1), ((0, 1), 2), ((1, 2), 0), ((2,), 0), ((0, 1, 3), 2)])
+def test_every_shard_of_a_known_number_is_there(tmp_path, save, numbers, missing):
+    suffix = "npy" if save is save_matrix else "parquet"
+    for number in numbers:
+        save(tmp_path / f"train-{number:05}-of-00003.{suffix}")
+    with pytest.raises(FileNotFoundError, match=rf"train-{missing:05}-of-00003\.{suffix} is missing"):
+        gf.Embeddings.open(tmp_path)
+
+
+def test_a_shard_beyond_the_number_of_shards(tmp_path):
+    for number in range(3):
+        save_column(tmp_path / f"train-{number}-of-2.parquet")
+    with pytest.raises(ValueError, match=r"train-2-of-2\.parquet has a number that is too large for 2 shards"):
+        gf.Embeddings.open(tmp_path)
+
+
+def test_shards_are_read_in_the_order_of_their_numbers(tmp_path):
+    for low in range(0, 30, 10):
+        np.save(tmp_path / f"rows_{low}_{low + 10}.npy", np.full((1, 2), low + 1.0))
+    assert open_rows(tmp_path, "rows").stored(np.arange(3))[:, 0].tolist() == [1, 11, 21]
 
 
 @pytest.mark.parametrize("side", ["img_emb", "text_emb"])
