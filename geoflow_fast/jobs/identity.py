@@ -6,6 +6,7 @@ read completely, such as an instance of a class of somebody's own or a generator
 
 from __future__ import annotations
 
+import builtins
 import dis
 import functools
 import hashlib
@@ -28,6 +29,8 @@ PATH_LENGTH = 1024
 """Length of the longest text that may be the name of a file."""
 DEPTH = 50
 """How deep containers, and functions that call others, are followed."""
+REACHING = (globals, vars, eval, exec, compile, __import__)
+"""Builtins by which code reads what it does not name."""
 
 
 class Unknown(Exception):
@@ -45,7 +48,8 @@ def of_items(items: Sequence[Any]) -> str:
 
 def of_function(function: Any) -> str:
     """A digest of a function: its code, its defaults, what it encloses and what it names outside, of which functions
-    count in the same way and modules of installed packages by the version of their package."""
+    count in the same way and modules of installed packages by the version of their package. A text in the code that
+    is the name of a file counts with the file's size and modification time."""
     return hashlib.sha256(json.dumps(_of_callable(function, {}, 0)).encode()).hexdigest()
 
 
@@ -103,6 +107,8 @@ def _of_callable(function: Any, known: dict[int, int], depth: int) -> Any:
     if isinstance(function, functools.partial):
         parts = [function.func, *function.args, *function.keywords.items()]
         return ["partial", [_of_any(part, known, depth) for part in parts]]
+    if any(function is each for each in REACHING):
+        raise Unknown(f"code that calls {function.__name__}")
     if isinstance(function, (types.BuiltinFunctionType, np.ufunc)) and _is_of_module(function):
         return [
             "builtin",
@@ -160,6 +166,8 @@ def _of_global(function: types.FunctionType, name: str, known: dict[int, int], d
         return _of_module(module)
     if name in function.__globals__:
         return _of_any(function.__globals__[name], known, depth)
+    if any(getattr(builtins, name, None) is each for each in REACHING):
+        raise Unknown(f"code that calls {name}")
     return ["builtin", name]
 
 
@@ -205,7 +213,7 @@ def _of_constant(value: Any) -> Any:
         return ["..."]
     if isinstance(value, tuple):
         return ["tuple", [_of_constant(each) for each in value]]
-    return ["str", value] if isinstance(value, str) else _of_value(value, 0)
+    return _of_value(value, 0)
 
 
 def _outside(code: types.CodeType) -> set[str]:

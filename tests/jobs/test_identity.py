@@ -160,6 +160,18 @@ def test_an_edited_function_is_another_encoder(tmp_path, edited):
     assert rows == pq.read_table(tmp_path / "y.parquet")["a_embedding"].to_pylist()
 
 
+def test_a_file_that_a_function_names_is_part_of_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    np.save("w.npy", np.eye(3))
+    encode: Any = lambda items: np.load("w.npy")[items]  # noqa: E731
+    embed([0, 1, 2], encode, tmp_path / "x.parquet")
+    embed([0, 1, 2], encode, tmp_path / "x.parquet")
+    np.save("w.npy", -np.eye(3))
+    os.utime("w.npy", ns=(1, 1))
+    with pytest.raises(FileExistsError, match="not the result of this job"):
+        embed([0, 1, 2], encode, tmp_path / "x.parquet")
+
+
 def test_partial_functions_count_by_their_arguments():
     parts = [functools.partial(function(), default=value) for value in (1, 1, 2)]
     first, again, other = map(identity.of_function, parts)
@@ -188,6 +200,14 @@ def uses_a_class(_: list[Any]) -> Any:
     return Own(1)
 
 
+def reads_globals(_: list[Any]) -> Any:
+    return globals()["TEXTS"]
+
+
+def evaluates(_: list[Any]) -> Any:
+    return (lambda: eval("TEXTS"))()
+
+
 @functools.wraps(statistics.mean)
 def disguised(_: list[Any]) -> Any:
     return OBJECT.value
@@ -203,7 +223,10 @@ def test_functions_that_are_known():
 
 @pytest.mark.parametrize(
     "encode",
-    [uses_random_numbers, uses_an_object, uses_a_class, disguised, GENERATOR.random, Own(1).__init__, Calls()],
+    [
+        *(uses_random_numbers, uses_an_object, uses_a_class, disguised, GENERATOR.random, Own(1).__init__, Calls()),
+        *(reads_globals, evaluates, eval, functools.partial(map, vars)),
+    ],
 )
 def test_functions_that_cannot_be_known(encode):
     with pytest.raises(identity.Unknown):
