@@ -11,9 +11,7 @@ formulas without the checks, for callers that have checked and for solvers, whic
 
 from __future__ import annotations
 
-import importlib
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -277,12 +275,3 @@ def log_area(d: int) -> float:
     """Logarithm of the area of the unit sphere in R^d. The uniform log-density is minus this."""
     checks.integer(d, "d", least=1)
     return math.log(2) + d / 2 * math.log(math.pi) - math.lgamma(d / 2)
-
-
-def __getattr__(name: str) -> Any:
-    """Names that used to live here."""
-    if name == "DIRECTIONS":
-        return importlib.import_module("geoflow_fast.directions").DIRECTIONS
-    if name == "sample_uniform":
-        return importlib.import_module("geoflow_fast.noise").sample_uniform
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -26,6 +26,8 @@ LEAST_PRODUCT = 1e-280
 """Smallest sum of products of probabilities from which no term that matters has vanished in float64."""
 PART = 1024
 """Rows of which a table over all scenes is held at a time."""
+BUMP_NODES, BUMP_DEGREE = 128, 48
+"""Nodes of the quadrature over a blurred bump, and degree of the series that stands for it."""
 
 
 @dataclass(frozen=True)
@@ -371,16 +373,14 @@ class ConceptWorld(PairWorld):
         return torch.cat(rows)
 
 
-def _blurred_bump(
-    d: int, outer_c: float, inner_c: float, nodes: int = 128, degree: int = 48
-) -> np.polynomial.Chebyshev:
+def _blurred_bump(d: int, outer_c: float, inner_c: float) -> np.polynomial.Chebyshev:
     """The logarithm of the integral over x of bump(x; mu, outer_c) bump(u; x, inner_c), as a function of the cosine
     <mu, u>.
 
     With u = a mu + sqrt(1-a^2) n and x = s mu + sqrt(1-s^2) (w n + ...), <x, u> = a s + sqrt((1-a^2)(1-s^2)) w. Both s
     and w are cosines of angles, over which Gauss-Legendre converges exponentially; so does the Chebyshev series in a.
     """
-    node, weight = np.polynomial.legendre.leggauss(nodes)
+    node, weight = np.polynomial.legendre.leggauss(BUMP_NODES)
     angle = torch.from_numpy((node + 1) * math.pi / 2)
     log_weight = torch.from_numpy(np.log(weight * math.pi / 2))
     s, w = angle.cos(), angle.cos()
@@ -395,7 +395,7 @@ def _blurred_bump(
             values.append((log_s[:, None] + log_w + log_bump(along, inner_c, d)).flatten().logsumexp(0).item())
         return np.array(values)
 
-    return np.polynomial.Chebyshev.interpolate(log_integral, degree)
+    return np.polynomial.Chebyshev.interpolate(log_integral, BUMP_DEGREE)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import torch
 from scipy import stats
 
 import geoflow_fast as gf
-from geoflow_fast import geometry
 from geoflow_fast.noise import NOISE_KINDS, base_noise, sample_uniform
 from geoflow_fast.ops.counter_noise import philox
 from tests.samples import seeded
@@ -63,13 +62,6 @@ def test_each_point_of_dependent_noise_is_uniform(kind, n):
 def test_unknown_noise_is_refused():
     with pytest.raises(ValueError, match=r"noise must be one of \('iid', 'orthogonal', 'antithetic'\), got 'pink'"):
         base_noise(3, 4, "pink")
-
-
-def test_names_that_moved_here_are_still_in_geometry():
-    assert geometry.sample_uniform is sample_uniform
-    assert geometry.DIRECTIONS == ("joint", "i2t", "t2i")
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        geometry.nothing  # noqa: B018
 
 
 # ---- noise by counters ---------------------------------------------------------------------------------------------

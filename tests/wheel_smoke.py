@@ -21,6 +21,7 @@ import torch
 
 import geoflow_fast as gf
 import geoflow_fast.kernels
+from geoflow_fast.noise import sample_uniform
 
 FEWER = {"steps=200": "steps=20", "max_queries=200": "max_queries=100", "text[:500])": "text[:60])"}
 FEWER |= {"torch.arange(500)": "torch.arange(60)"}
@@ -45,7 +46,7 @@ def check_installation() -> None:
 
 def check_kernels() -> None:
     """The compiled code gives what its twin in torch gives."""
-    image0, text0, image1, text1 = (gf.geometry.sample_uniform(33, d) for d in (20, 10, 20, 10))
+    image0, text0, image1, text1 = (sample_uniform(33, d) for d in (20, 10, 20, 10))
     t, direction = torch.rand(33), torch.arange(33, dtype=torch.int8) % 3
     fast = gf.ops.masked_interpolant(image0, text0, image1, text1, t, direction, backend="cpu")
     slow = gf.ops.masked_interpolant(image0, text0, image1, text1, t, direction, backend="reference")

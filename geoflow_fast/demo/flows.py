@@ -20,6 +20,8 @@ from geoflow_fast.worlds import PairWorld
 
 PAIRS = 60_000
 SPHERE_PAIRS, SPHERE_STEPS, SPHERE_C = 8192, 500, 3.0
+SPHERE_POINTS, SPHERE_STOPS = 500, 41
+"""Paths that are drawn, and times at which each is computed."""
 SPHERE_CENTRES = ((0.9, 0.3, 0.3), (0.2, 0.9, 0.4), (0.35, 0.25, 0.9), (0.6, -0.75, 0.3), (0.5, 0.6, -0.6))
 """Centres of the bumps on the first sphere. The second has the same, and bump k of the first belongs to bump k + 2
 there."""
@@ -62,16 +64,16 @@ def sphere_centres() -> Tensor:
 
 
 @torch.no_grad()
-def sphere_paths(flow: GeoFlow, seed: int, points: int = 500, stops: int = 41) -> tuple[Tensor, Tensor]:
-    """Paths [stops, points, 3] from noise to data, on the first and on the second sphere."""
+def sphere_paths(flow: GeoFlow, seed: int) -> tuple[Tensor, Tensor]:
+    """Paths [SPHERE_STOPS, SPHERE_POINTS, 3] from noise to data, on the first and on the second sphere."""
     generator = torch.Generator().manual_seed(300 + seed)
-    state: Points = tuple(sample_uniform(points, 3, generator=generator) for _ in range(2))
+    state: Points = tuple(sample_uniform(SPHERE_POINTS, 3, generator=generator) for _ in range(2))
 
     def rate(at: Points, t: float, _weight: float) -> Points:
         return flow.velocity(at[0], at[1], t, "joint")
 
-    paths, times = [state], time_grid(stops - 1)
-    for k in range(stops - 1):
+    paths, times = [state], time_grid(SPHERE_STOPS - 1)
+    for k in range(SPHERE_STOPS - 1):
         paths.append(integrate(rate, paths[-1], times[k : k + 2]))
     image, text = (torch.stack(path) for path in zip(*paths))
     return image, text

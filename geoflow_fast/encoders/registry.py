@@ -13,12 +13,6 @@ from geoflow_fast.runtime.hub import ADDRESS
 
 TRANSFORMERS_MODEL = "openai/clip-vit-base-patch32"
 SENTENCE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
-DOWNLOADS = {
-    "open_clip": (DEFAULT_MODEL, "605 MB"),
-    "transformers": (TRANSFORMERS_MODEL, "605 MB"),
-    "sentence-transformers": (SENTENCE_MODEL, "91 MB"),
-}
-"""The default model of each kind of encoder, with the size of its weights."""
 
 
 def open_encoder(

@@ -98,18 +98,6 @@ def draw_selective(datasets: Mapping[str, Comparison], path: Path, *, stacked: b
     return _grid(datasets, path, fill, "share of queries turned away", "accuracy on the rest", stacked=stacked)
 
 
-def draw_risk(datasets: Mapping[str, Comparison], path: Path, *, stacked: bool = False) -> Path:
-    """Draws the share of wrong answers of plain search among the most certain ones, over the share that is answered."""
-
-    def fill(axes: Any, results: Sequence[Result]) -> None:
-        for result in results:
-            series = Series([1 - share for share in result.accuracy], result.accuracy_spread)
-            line(axes, np.array(result.coverage), series, result.title, style_of(result.method))
-        axes.set_ylim(bottom=0)
-
-    return _grid(datasets, path, fill, "share of queries answered", "share of answers that are wrong", stacked=stacked)
-
-
 def draw_auroc(datasets: Mapping[str, Comparison], path: Path, *, stacked: bool = False) -> Path:
     """Draws the AUROC of "plain search is wrong", best on top, with its bootstrap interval or one standard deviation
     over seeds."""

@@ -20,8 +20,6 @@ from geoflow_fast.runtime.summary import Summarised
 BLOCK_QUERIES = 512
 MOST_CANDIDATES = 1 << 20
 """(query, item) pairs that are looked at together for ties."""
-RetrievalSet = RetrievalTask
-"""The public name of the task in this module."""
 
 
 @dataclass(frozen=True, repr=False)

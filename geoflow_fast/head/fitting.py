@@ -34,6 +34,7 @@ HELD_OUT_IMAGES = 1000
 VALIDATION_QUERIES, VALIDATION_ITEMS = 1000, 4000
 """Queries and items of the gallery over which held-out likelihoods are computed, at most."""
 BASE_RIDGE = 1e-3
+BASE_ROWS = 50_000
 SCALES = tuple(2.0 ** (k / 8) for k in range(-8, 9, 2))
 MOST_HUB_WEIGHT = 1.5
 FEW_PAIRS = 20_000
@@ -208,9 +209,9 @@ def held_out_search(
     return Search(direction, queries[chosen], number[chosen], items, number, copies)
 
 
-def linear_map(pairs: EmbeddingPairs, direction: Direction, seed: int, rows: int = 50_000) -> Tensor:
-    """The matrix [d', d] of the ridge regression of items on queries."""
-    chosen = np.sort(np.random.default_rng((seed, 3)).permutation(len(pairs))[:rows])
+def linear_map(pairs: EmbeddingPairs, direction: Direction, seed: int) -> Tensor:
+    """The matrix [d', d] of the ridge regression of items on queries, of at most `BASE_ROWS` pairs."""
+    chosen = np.sort(np.random.default_rng((seed, 3)).permutation(len(pairs))[:BASE_ROWS])
     image, text = pairs[chosen]
     return ridge_map(direction.queries(image, text).double(), direction.items(image, text).double()).float()
 

@@ -74,10 +74,10 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], *, kind: str, info: 
 
 
 def load_tensors(
-    path: Path, *, kind: str, device: torch.device | str = "cpu", mapped: bool = False
+    path: Path, *, kind: str, device: torch.device | str = "cpu"
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Reads what `save_tensors` wrote: (tensors, info). A file that is damaged, of another version or of another kind
-    is a ValueError that names it. If `mapped`, the tensors are views of the file, which must not be written to.
+    is a ValueError that names it.
 
     The file is opened twice, for its checksum and for its tensors. Where a writer replaces it meanwhile, it is read
     again.
@@ -87,7 +87,7 @@ def load_tensors(
             raise FileNotFoundError(f"{path} does not exist")
         before = _identity(path)
         try:
-            loaded = _load(path, kind, device, mapped=mapped)
+            loaded = _load(path, kind, device)
         except ValueError:
             if _identity(path) == before:
                 raise
@@ -102,9 +102,7 @@ def _identity(path: Path) -> tuple[int, ...]:
     return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
 
 
-def _load(
-    path: Path, kind: str, device: torch.device | str, *, mapped: bool
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _load(path: Path, kind: str, device: torch.device | str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     with (
         contents_of(path, "truncated or not a safetensors file"),
         safe_open(path, framework="pt", device=str(device)) as file,
@@ -118,9 +116,8 @@ def _load(
         if metadata.get("kind") != kind:
             raise ValueError(f"{path} holds a {metadata.get('kind')!r}, but a {kind!r} was expected")
         _check_digest(path, metadata.get("sha256", ""))
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dict
-        if not mapped:  # safetensors returns views of the mapped file, which may be large
-            tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+        # Copies, since safetensors returns views of the mapped file.
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118, not a dict
         return tensors, {**json.loads(metadata["info"])}
 
 

@@ -247,18 +247,14 @@ def preset_settings(
 ) -> tuple[GeoFlowConfig, TrainConfig]:
     """The network and the run of a preset for these pairs. `overrides`: settings of the run to change; `centre` and
     `pca_dim`, if they are given, change the network. `cores`: as in `GeoFlowConfig.auto`."""
-    shape, config = preset_of_size(preset, pairs.image_dim, pairs.text_dim, len(pairs), cores)
+    dims = pairs.image_dim, pairs.text_dim
+    shape: GeoFlowConfig
+    config: TrainConfig
+    if preset == "auto":
+        shape, config = GeoFlowConfig.auto(*dims, len(pairs), cores), TrainConfig.auto(len(pairs), cores)
+    else:
+        shape, config = getattr(GeoFlowConfig, preset)(*dims), getattr(TrainConfig, preset)()
     changes: dict[str, Any] = {
         name: value for name, value in (("centre", centre), ("pca_dim", pca_dim)) if value is not None
     }
     return dataclasses.replace(shape, **changes), dataclasses.replace(config, **(overrides or {}))
-
-
-def preset_of_size(
-    preset: str, image_dim: int, text_dim: int, pairs: int, cores: int | None = None
-) -> tuple[GeoFlowConfig, TrainConfig]:
-    """The network and the run of a preset for this number of pairs of these widths."""
-    dims = image_dim, text_dim
-    if preset == "auto":
-        return GeoFlowConfig.auto(*dims, pairs, cores), TrainConfig.auto(pairs, cores)
-    return getattr(GeoFlowConfig, preset)(*dims), getattr(TrainConfig, preset)()

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 import geoflow_fast as gf
+from geoflow_fast.noise import sample_uniform
 
 
 @pytest.fixture
 def desk(tmp_path, monkeypatch) -> Path:
     """The working folder, with pairs as two files and as a folder, and an untrained flow."""
-    image, text = (gf.geometry.sample_uniform(64, 6, generator=torch.Generator().manual_seed(s)) for s in (0, 1))
+    image, text = (sample_uniform(64, 6, generator=torch.Generator().manual_seed(s)) for s in (0, 1))
     np.save(tmp_path / "images.npy", image.numpy())
     np.save(tmp_path / "texts.npy", text.numpy())
     gf.EmbeddingPairs.from_arrays(image, text).save(tmp_path / "pairs")

@@ -12,6 +12,7 @@ import geoflow_fast as gf
 from geoflow_fast.head import fitting
 from geoflow_fast.jobs import calibration
 from geoflow_fast.jobs.calibration import StoredCalibration
+from geoflow_fast.noise import sample_uniform
 from geoflow_fast.training import loop
 from tests.jobs.processes import run_geoflow
 
@@ -23,7 +24,7 @@ def desk(tmp_path, monkeypatch) -> Path:
     """The working folder with 190 images of two captions each; calibrations are cheap."""
     monkeypatch.chdir(tmp_path)
     make = torch.Generator().manual_seed(0)
-    image = gf.geometry.sample_uniform(IMAGES, 5, generator=make)
+    image = sample_uniform(IMAGES, 5, generator=make)
     index = np.repeat(np.arange(IMAGES), 2)
     text = gf.geometry.normalize(image[index] + 0.2 * torch.randn(2 * IMAGES, 5, generator=make))
     gf.EmbeddingPairs.from_arrays(image, text, index).save("pairs", dtype=np.float32)
@@ -145,7 +146,7 @@ def test_shares_and_folders_are_held_out_and_none_with_no_calibrate(monkeypatch)
     flags = ["--no-head", "--preset=tiny"]
     assert train(monkeypatch, *flags, "--held-out=0.35", out="share") == 0
     make = torch.Generator().manual_seed(1)
-    other = gf.geometry.sample_uniform(70, 5, generator=make)
+    other = sample_uniform(70, 5, generator=make)
     gf.EmbeddingPairs.from_arrays(other, other).save("others")
     assert train(monkeypatch, *flags, "--held-out=others", out="folder") == 0
     assert train(monkeypatch, *flags, "--no-calibrate", out="none") == 0

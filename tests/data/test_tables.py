@@ -15,6 +15,7 @@ import torch
 import geoflow_fast as gf
 from geoflow_fast.data.embeddings import open_rows
 from geoflow_fast.data.ids import Ids
+from geoflow_fast.noise import sample_uniform
 
 ROWS = 37
 IDS = {
@@ -26,7 +27,7 @@ IDS = {
 
 
 def unit_rows(count: int = ROWS, dim: int = 8, seed: int = 0) -> np.ndarray:
-    return gf.geometry.sample_uniform(count, dim, generator=torch.Generator().manual_seed(seed)).numpy()
+    return sample_uniform(count, dim, generator=torch.Generator().manual_seed(seed)).numpy()
 
 
 def list_column(rows: np.ndarray, kind: str) -> pyarrow.Array:

@@ -123,10 +123,12 @@ def test_a_story_that_goes_wrong_is_noticed(noticed, answered, held):
     assert [check.holds for check in told.checks()] == held
 
 
-def test_paths_stay_on_their_spheres(tmp_path):
+def test_paths_stay_on_their_spheres(tmp_path, monkeypatch):
     flow = flows.learn_spheres(tmp_path, 0, 2)
     assert flow is not None
-    for path in flows.sphere_paths(flow, 0, points=7, stops=5):
+    monkeypatch.setattr(flows, "SPHERE_POINTS", 7)
+    monkeypatch.setattr(flows, "SPHERE_STOPS", 5)
+    for path in flows.sphere_paths(flow, 0):
         assert path.shape == (5, 7, 3)
         torch.testing.assert_close(path.norm(dim=-1), torch.ones(5, 7))
 

@@ -15,7 +15,7 @@ from tests.evaluation.helpers import is_picture
 def test_figures_of_one_and_of_several_data_sets(pairs, held_out, tmp_path):
     runs = [compare(Study(held_out, seed=s), pairs, ("margin", "max_softmax"), resamples=9) for s in range(2)]
     two = {"first": aggregate(runs), "second": runs[0]}
-    stackable = (figures.draw_calibration, figures.draw_risk, figures.draw_reliability)
+    stackable = (figures.draw_calibration, figures.draw_reliability)
     drawers = (*stackable, figures.draw_selective, figures.draw_auroc)
     for number, draw in enumerate(drawers):
         assert is_picture(draw({"only": runs[0]}, tmp_path / f"one{number}.png"))

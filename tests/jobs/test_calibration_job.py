@@ -21,6 +21,7 @@ from geoflow_fast.jobs.calibration import (
     hold_out,
     images_to_hold_out,
 )
+from geoflow_fast.noise import sample_uniform
 from geoflow_fast.runtime.parquet import read_columns
 from tests.jobs.processes import run_geoflow
 
@@ -34,7 +35,7 @@ def noisy(x: torch.Tensor, seed: int, scale: float = 0.2) -> torch.Tensor:
 
 
 def images(count: int, seed: int) -> torch.Tensor:
-    return geometry.sample_uniform(count, DIM, generator=torch.Generator().manual_seed(seed))
+    return sample_uniform(count, DIM, generator=torch.Generator().manual_seed(seed))
 
 
 def make_pairs() -> gf.EmbeddingPairs:

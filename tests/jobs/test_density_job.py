@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import geoflow_fast as gf
+from geoflow_fast.directions import DIRECTIONS
 from geoflow_fast.jobs import density
 from geoflow_fast.likelihood import reverse_ode
 from geoflow_fast.likelihood.settings import DensitySettings
@@ -56,7 +57,7 @@ def test_file_holds_the_decomposition(world, monkeypatch, capsys, more):
     flow, pairs = gf.GeoFlow.from_pretrained(world / "model"), gf.EmbeddingPairs.open(world / "pairs")
     image, text = pairs[np.arange(PAIRS)]
     settings = dataclasses.replace(preset, n_steps=2)
-    estimates = reverse_ode.density_estimates(flow, image, text, gf.geometry.DIRECTIONS, settings, 0)
+    estimates = reverse_ode.density_estimates(flow, image, text, DIRECTIONS, settings, 0)
     np.testing.assert_allclose(columns["joint"], estimates[0, 0].numpy(), rtol=1e-5)
     np.testing.assert_allclose(columns["joint"], columns["image"] + columns["text"] + columns["pmi"], rtol=1e-12)
     np.testing.assert_allclose(columns["score"], -columns["image"] - columns["text"], rtol=1e-12)

@@ -12,6 +12,7 @@ import torch
 import geoflow_fast as gf
 from geoflow_fast.data.fingerprint import Fingerprint
 from geoflow_fast.encoders.registry import open_encoder
+from geoflow_fast.noise import sample_uniform
 from geoflow_fast.runtime import hub as hub_module
 from tests.jobs import hub_server
 from tests.jobs.processes import run_geoflow
@@ -31,7 +32,7 @@ def hub(monkeypatch, tmp_path):
 
 
 def small_head() -> gf.PosteriorHead:
-    rows = gf.geometry.sample_uniform(60, 6)
+    rows = sample_uniform(60, 6)
     pairs = gf.EmbeddingPairs.from_arrays(rows, rows)
     pairs.image.encoder = pairs.text.encoder = ENCODER
     return gf.PosteriorHead.fit(pairs, gf.HeadConfig(steps=2, hidden=8, points=2, bank=8), progress=False)
@@ -179,7 +180,7 @@ COMMANDS = {
 def test_commands_take_paths_for_paths_and_addresses_for_repositories(command, hub, tmp_path, monkeypatch, capsys):
     """A folder that is missing is never looked up on the hub, where anybody may have a model of that name."""
     monkeypatch.chdir(tmp_path)
-    rows = gf.geometry.sample_uniform(8, 6)
+    rows = sample_uniform(8, 6)
     for name in ("q.npy", "g.npy"):
         np.save(name, rows.numpy())
     small_flow().push_to_hub("runs/first", token="hf_x")

@@ -20,6 +20,7 @@ from geoflow_fast.data.ids import Ids
 from geoflow_fast.jobs.decisions import labels_from_pairs, labels_from_qrels, open_lists, write_probabilities
 from geoflow_fast.jobs.queries import Naming
 from geoflow_fast.jobs.rerank import rerank_file
+from geoflow_fast.noise import sample_uniform
 from geoflow_fast.runtime.parquet import read_columns, write_columns
 
 COUNT, DIM = 24, 6
@@ -63,7 +64,7 @@ TRUST: list[gf.Trust] = []
 def test_ids_of_all_kinds_survive_a_whole_pipeline(ids):
     texts, images = ids[:COUNT], ids[COUNT:]
     generator = torch.Generator().manual_seed(0)
-    image = gf.geometry.sample_uniform(COUNT, DIM, generator=generator).numpy()
+    image = sample_uniform(COUNT, DIM, generator=generator).numpy()
     text = gf.geometry.normalize(torch.from_numpy(image) + 0.3 * torch.randn(COUNT, DIM, generator=generator)).numpy()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -123,7 +124,7 @@ def test_a_missing_hit_has_no_id(tmp_path):
 
 
 def test_densities_and_entropies_name_their_rows(flow):
-    image, text = (gf.geometry.sample_uniform(5, d) for d in (10, 7))
+    image, text = (sample_uniform(5, d) for d in (10, 7))
     names = [uuid.UUID(int=k) for k in range(5)]
     images, texts = gf.Embeddings.from_arrays(image, list("vwxyz")), gf.Embeddings.from_arrays(text, names)
     draw = torch.Generator().manual_seed
@@ -145,7 +146,7 @@ def test_a_model_of_another_encoder_is_refused_with_both_names(tmp_path):
     from geoflow_fast.data.fingerprint import Fingerprint
 
     ours, other = Fingerprint.of({"encoder": "a", "model": "one"}), Fingerprint.of({"encoder": "b", "model": "two"})
-    rows = gf.geometry.sample_uniform(60, 6)
+    rows = sample_uniform(60, 6)
     pairs = gf.EmbeddingPairs.from_arrays(rows, rows)
     pairs.image.encoder = pairs.text.encoder = ours
     head = gf.PosteriorHead.fit(pairs, gf.HeadConfig(steps=2, hidden=8, points=1, bank=8), progress=False)
@@ -181,7 +182,7 @@ def test_a_calibration_of_another_encoder_is_refused(tmp_path):
     from geoflow_fast.data.fingerprint import Fingerprint
 
     ours, other = Fingerprint.of({"encoder": "a", "model": "one"}), Fingerprint.of({"encoder": "b", "model": "two"})
-    rows = gf.geometry.sample_uniform(120, 6)
+    rows = sample_uniform(120, 6)
 
     def embedded(count: int, encoder: Fingerprint | None) -> gf.Embeddings:
         items = gf.Embeddings.from_arrays(rows[:count])

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import geoflow_fast as gf
+from geoflow_fast.noise import sample_uniform
 from geoflow_fast.ops import dispatch, native
 
 
@@ -77,7 +78,7 @@ def without_extension(monkeypatch):
 @pytest.mark.usefixtures("without_extension")
 def test_without_the_extension_the_reason_is_given():
     assert "not built" in gf.backends()["masked_interpolant"]["cpu"]
-    x = gf.geometry.sample_uniform(2, 3)
+    x = sample_uniform(2, 3)
     zeros = torch.zeros(2, dtype=torch.int8)
     assert len(gf.ops.masked_interpolant(x, x, x, x, torch.rand(2), zeros)) == 4
     with pytest.raises(gf.BackendUnavailable, match="not built"):
@@ -87,7 +88,7 @@ def test_without_the_extension_the_reason_is_given():
 @pytest.mark.parametrize("name", ["noise", "t", "direction"])
 def test_native_layer_guards_memory_itself(name):
     """Calls that skip the operation's checks still cannot pass a wrong pointer."""
-    x = gf.geometry.sample_uniform(4, 6)
+    x = sample_uniform(4, 6)
     arguments = {
         "noise": (x, x),
         "data": (x, x),

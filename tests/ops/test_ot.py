@@ -527,8 +527,9 @@ def test_memory_is_one_matrix():
     script = """
 import sys, torch, geoflow_fast as gf
 from pathlib import Path
+from geoflow_fast.noise import sample_uniform
 n = 6000
-points = [gf.geometry.sample_uniform(n, 64) for _ in range(4)]
+points = [sample_uniform(n, 64) for _ in range(4)]
 gf.ops.ot_assign(*(x[:64] for x in points))
 def status(key):
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -549,8 +550,9 @@ def test_interrupt_stops_a_long_solve(stage):
     # A shell that runs this in the background has its children ignore Ctrl-C.
     script = """
 import signal, sys, torch, geoflow_fast as gf
+from geoflow_fast.noise import sample_uniform
 signal.signal(signal.SIGINT, signal.default_int_handler)
-points = [gf.geometry.sample_uniform(*((3000, 8) if sys.argv[1] == "iterations" else (12000, 512))) for _ in range(4)]
+points = [sample_uniform(*((3000, 8) if sys.argv[1] == "iterations" else (12000, 512))) for _ in range(4)]
 print("ready", flush=True)
 try:
     gf.ops.sinkhorn("arc", tuple(points), eps=1e-3, tol=1e-12, max_iter=10**9)

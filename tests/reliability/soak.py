@@ -27,6 +27,7 @@ from geoflow_fast.jobs.density import density_file
 from geoflow_fast.jobs.entropy import score_file
 from geoflow_fast.jobs.watch import WatchSettings, watch_file
 from geoflow_fast.likelihood.settings import DensitySettings
+from geoflow_fast.noise import sample_uniform
 from geoflow_fast.runtime import parquet
 from geoflow_fast.stores import CustomStore, StoreReranker
 from tests.stores.test_protocol import Fake
@@ -52,7 +53,7 @@ def one_round(folder: Path, number: int) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(number)
-    image, text, queries = (gf.geometry.sample_uniform(n, WIDTH, generator=generator) for n in (600, 600, 200))
+    image, text, queries = (sample_uniform(n, WIDTH, generator=generator) for n in (600, 600, 200))
     text = gf.geometry.normalize(image + 0.7 * text)
     gf.EmbeddingPairs.from_arrays(image, text).save(folder / "pairs")
     np.save(folder / "queries.npy", queries.numpy())

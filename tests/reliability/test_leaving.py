@@ -20,6 +20,7 @@ import geoflow_fast as gf
 from geoflow_fast.data.fingerprint import Fingerprint, Origin
 from geoflow_fast.head import fitting
 from geoflow_fast.jobs import calibration, hub
+from geoflow_fast.noise import sample_uniform
 from geoflow_fast.runtime.words import one_line
 from tests.jobs import hub_server
 from tests.jobs.processes import run_geoflow
@@ -49,7 +50,7 @@ class Desk:
 def pairs_of(count: int, seed: int, folder: Path) -> Tensor:
     """Writes pairs with the record of an encoder in a private folder; all their rows."""
     make = torch.Generator().manual_seed(seed)
-    image = gf.geometry.sample_uniform(count, DIM, generator=make)
+    image = sample_uniform(count, DIM, generator=make)
     text = gf.geometry.normalize(image + 0.2 * torch.randn(count, DIM, generator=make))
     gf.EmbeddingPairs.from_arrays(image, text).save(folder, dtype=np.float32)
     facts = {"encoder": "transformers", "model": ENCODER, "weights": "abc"}

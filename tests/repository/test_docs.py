@@ -27,6 +27,7 @@ from typer.testing import CliRunner
 import geoflow_fast as gf
 from benchmarks.methods import cli as methods
 from geoflow_fast.cli import app
+from geoflow_fast.noise import sample_uniform
 from geoflow_fast.runtime.parquet import read_columns
 
 ROOT = Path(__file__).parents[2]
@@ -69,7 +70,7 @@ FEWER = {
 def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the files that the pages use: embeddings, held-out pairs, queries, a gallery, photos and a flow."""
     folder = tmp_path_factory.mktemp("desk")
-    image, text = (gf.geometry.sample_uniform(400, 16, generator=torch.Generator().manual_seed(s)) for s in (0, 1))
+    image, text = (sample_uniform(400, 16, generator=torch.Generator().manual_seed(s)) for s in (0, 1))
     text = gf.geometry.normalize(image + 0.1 * text)
     for name, rows in (
         ("embeddings", slice(0, 300)),

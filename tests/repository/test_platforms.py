@@ -39,13 +39,14 @@ for name in [name for name in dir(mmap) if name.startswith("MADV_")]:
     delattr(mmap, name)
 sys.modules["geoflow_fast._C"] = None  # nothing is compiled there
 import geoflow_fast as gf
+from geoflow_fast.noise import sample_uniform
 from geoflow_fast.ops import native
 native.extension.cache_clear()
 native.extension = lambda: None
 for module in pkgutil.walk_packages(gf.__path__, "geoflow_fast."):
     if not module.name.startswith(("geoflow_fast.kernels.", "geoflow_fast._C", "benchmarks.methods.baselines.grove")):
         importlib.import_module(module.name)
-pairs = gf.EmbeddingPairs.from_arrays(*(gf.geometry.sample_uniform(120, 8) for _ in range(2)))
+pairs = gf.EmbeddingPairs.from_arrays(*(sample_uniform(120, 8) for _ in range(2)))
 pairs.save("pairs")
 pairs = gf.EmbeddingPairs.open("pairs")
 head = gf.PosteriorHead.fit(pairs, gf.HeadConfig(steps=2, hidden=8, points=1, bank=8), progress=False)

@@ -12,6 +12,7 @@ import torch
 import geoflow_fast as gf
 from geoflow_fast.evaluation.compare import compare
 from geoflow_fast.evaluation.methods import Study
+from geoflow_fast.noise import sample_uniform
 from geoflow_fast.runtime.summary import Summarised, brief
 from tests.evaluation.helpers import captioned
 
@@ -48,7 +49,7 @@ def test_a_result_has_a_line_for_each_field_that_it_has():
 
 
 def test_results_of_the_library_are_short(flow):
-    image, text = (gf.geometry.sample_uniform(300, width) for width in (10, 7))
+    image, text = (sample_uniform(300, width) for width in (10, 7))
     posterior = gf.RetrievalEntropy(flow, image, n_samples=2, n_steps=2)(text[:200])
     densities = gf.epistemic(flow, image[:50], text[:50], n_steps=2)
     pairs = captioned(40, 3, 0)
