@@ -282,7 +282,7 @@ class EmbeddingPairs:
             raise ValueError("cannot hold out pairs of a set with a single image; pass val= to choose them yourself")
         if isinstance(held_out, (int, np.integer)):
             count = checks.integer(held_out, "held_out", 1, len(images) - 1)
-        elif 0 < held_out < 1:
+        elif 0 < checks.number(held_out, "held_out") < 1:
             count = max(1, round(held_out * len(images)))
         else:
             raise ValueError(f"held_out must be a share between 0 and 1 or a number of images, got {held_out}")

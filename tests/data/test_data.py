@@ -114,6 +114,13 @@ def test_a_share_or_number_that_leaves_nothing_is_refused(held_out):
         pairs.split(held_out, seed=0)
 
 
+@pytest.mark.parametrize("held_out", ["0.1", None, [0.1], True])
+def test_a_share_of_another_type_is_named(held_out):
+    pairs = gf.EmbeddingPairs.from_arrays(unit(10, 4), unit(10, 4, 1))
+    with pytest.raises(TypeError, match="held_out must be a"):
+        pairs.split(held_out, seed=0)
+
+
 @pytest.mark.parametrize(("count", "batch"), [(10, 3), (7, 7), (129, 64), (1, 1)])
 def test_shuffling_covers_every_epoch_and_starts_anywhere(count, batch):
     batches = ShuffledBatches(count, batch, seed=5)
