@@ -31,7 +31,7 @@ from geoflow_fast.head.model import HEAD_FOLDER, PosteriorHead
 from geoflow_fast.retrieval.bandwidth import fit_bandwidth
 from geoflow_fast.retrieval.entropy import RetrievalEntropy
 from geoflow_fast.retrieval.gallery import Gallery
-from geoflow_fast.retrieval.rerank import BayesReranker
+from geoflow_fast.retrieval.rerank import BANK_DIGITS, BANK_SUFFIX, BayesReranker
 from geoflow_fast.retrieval.task import RetrievalTask, drawn_rows
 from geoflow_fast.runtime import hashing
 from geoflow_fast.runtime.files import (
@@ -56,6 +56,12 @@ OWN = "|".join(
     ]
 )
 """What is stored in the folder, as a pattern. Nothing else is ever removed."""
+LADDER_FILES = tuple(
+    f"rerank_{direction}{ending}"
+    for direction in CONDITIONAL
+    for ending in (".json", f".{'[0-9a-f]' * BANK_DIGITS}{BANK_SUFFIX}")
+)
+"""Patterns of the files beside the folder that hold the weights of the ladder, and the banks of these."""
 KIND, VERSION = "calibration of a trained model", 1
 FEWEST_IMAGES, USUAL_IMAGES, MOST_IMAGES = 60, 100, 1000
 """Images that are held out: with fewer a calibration would often lack the 50 queries it needs, with more it would gain
@@ -165,9 +171,9 @@ def hold_out(
 ) -> EmbeddingPairs:
     """Writes the held-out pairs of a run into its folder and returns the others, on which to train.
 
-    `asked`: the share or the number of the images to hold out, or pairs of other images; None for the usual share. A
-    run that began without held-out pairs continues without them, unless `restart` is set. Beside the held-out pairs are
-    the `ids` of their texts, those that the pairs come with, or the numbers of their rows.
+    `asked`: the share of the images to hold out, at least one of them, or their number, or pairs of other images; None
+    for the usual share. A run that began without held-out pairs continues without them, unless `restart` is set. Beside
+    the held-out pairs are the `ids` of their texts, those that the pairs come with, or the numbers of their rows.
     """
     if ids is not None:
         pairs = _with_ids(pairs, ids)
@@ -184,9 +190,9 @@ def hold_out(
         if asked is None:
             count = images_to_hold_out(images)
         else:
-            count = asked if isinstance(asked, int) else round(asked * images)
+            count = asked if isinstance(asked, int) else max(1, round(asked * images))
         count = stored.held_out.images if stored is not None and asked is None else count
-        if count == 0:
+        if asked is None and count == 0:
             least = math.ceil(FEWEST_IMAGES / LARGEST_SHARE)
             announce(f"{images} images are too few to hold some out for calibration; {least} are needed")
             if restart and world.is_main:
@@ -250,7 +256,7 @@ def forget_calibration(out: Path) -> None:
         if folder.exists():
             refuse_foreign(folder, OWN)
         (folder / SETTINGS_FILE).unlink(missing_ok=True)
-        for file in [*out.glob("rerank_*.json"), *out.glob("rerank_*.bank.safetensors")]:
+        for file in [file for pattern in LADDER_FILES for file in out.glob(pattern)]:
             file.unlink()
         if folder.exists():
             remove_own(folder, OWN, SETTINGS_FILE)

@@ -11,6 +11,7 @@ from geoflow_fast.head.model import HEAD_FOLDER, PosteriorHead
 from geoflow_fast.jobs.calibration import (
     CALIBRATION_FOLDER,
     HELD_OUT_FOLDER,
+    LADDER_FILES,
     SETTINGS_FILE,
     StoredCalibration,
     fitted_lines,
@@ -23,8 +24,7 @@ RUN_FILES = (*hub.MODEL_FILES, *(f"{HEAD_FOLDER}/{name}" for name in hub.MODEL_F
 HELD_OUT_FILES = (
     f"{CALIBRATION_FOLDER}/{SETTINGS_FILE}",
     f"{CALIBRATION_FOLDER}/{HELD_OUT_FOLDER}/*",
-    "rerank_*.json",
-    "rerank_*.bank.safetensors",
+    *LADDER_FILES,
 )
 """Patterns of the files that contain held-out embeddings, or are of no use without them."""
 

@@ -161,7 +161,7 @@ def test_shares_and_folders_are_held_out_and_none_with_no_calibrate(monkeypatch)
 def test_overwrite_forgets_the_earlier_calibration(monkeypatch):
     """The next run trains on what the earlier one held out."""
     calibration.hold_out(gf.EmbeddingPairs.open("pairs"), Path("run"), None, 0, announce=lambda _: None)
-    for name in ("rerank_t2i.json", "rerank_i2t.0123.bank.safetensors"):
+    for name in ("rerank_t2i.json", "rerank_i2t.0123456789abcdef.bank.safetensors"):
         Path("run", name).touch()
     flags = ["--no-head", "--preset=tiny", "--no-calibrate"]
     assert train(monkeypatch, *flags) == 0

@@ -149,6 +149,14 @@ def test_pairs_of_a_folder_of_their_own_are_held_out(tmp_path, pairs):
     assert len(stored(tmp_path).pairs()) == 70
 
 
+def test_a_share_of_less_than_one_image_holds_one_out(tmp_path, pairs):
+    said: list[str] = []
+    rest = hold_out(pairs, tmp_path, 0.001, 0, announce=said.append)
+    assert stored(tmp_path).held_out.images == 1
+    assert len(rest) == len(pairs) - 1
+    assert said[0].startswith("1 held-out images of 260 for calibration")
+
+
 def test_a_run_that_began_without_held_out_pairs_goes_on_without(tmp_path, pairs):
     (tmp_path / "last.safetensors").touch()
     said: list[str] = []
@@ -159,11 +167,10 @@ def test_a_run_that_began_without_held_out_pairs_goes_on_without(tmp_path, pairs
 
 def test_a_share_is_not_held_out_of_a_run_that_has_trained_on_it(tmp_path, pairs):
     (tmp_path / "last.safetensors").touch()
-    with pytest.raises(ValueError, match=r"begun without held-out pairs.*--overwrite"):
-        hold_out(pairs, tmp_path, 0.3, 0, announce=lambda _: None)
+    for share in (0.3, 0.001):
+        with pytest.raises(ValueError, match=r"begun without held-out pairs.*--overwrite"):
+            hold_out(pairs, tmp_path, share, 0, announce=lambda _: None)
     assert not (tmp_path / "calibration").exists()
-    # A share of less than one image holds nothing out, so that the command which began such a run continues it.
-    assert hold_out(pairs, tmp_path, 0.001, 0, announce=lambda _: None) is pairs
     others = gf.EmbeddingPairs.from_arrays(images(70, 8), images(70, 9))
     assert hold_out(pairs, tmp_path, others, 0, announce=lambda _: None) is pairs
     assert stored(tmp_path).held_out.images == 70
@@ -202,11 +209,14 @@ def test_a_kill_while_pairs_are_replaced_leaves_nothing_that_counts(model, pairs
 
 
 def test_a_new_run_with_too_few_images_forgets_the_earlier_calibration(model, pairs):
-    (model / "rerank_t2i.bank.safetensors").touch()
+    (model / "rerank_t2i.0123456789abcdef.bank.safetensors").touch()
+    mine = ["rerank_notes.json", "rerank_t2i.mine.json", "rerank_mine.bank.safetensors"]
+    for name in mine:
+        (model / name).write_text("precious")
     few = pairs.subset(range(100))
     assert hold_out(few, model, None, 0, restart=True, announce=lambda _: None) is few
     assert not (model / "calibration").exists()
-    assert not list(model.glob("rerank_*"))
+    assert sorted(file.name for file in model.glob("rerank_*")) == sorted(mine)
 
 
 @pytest.mark.parametrize("moment", ["save", "rename"])

@@ -141,8 +141,9 @@ def test_a_run_is_pushed_without_its_state_and_held_out_pairs(hub, tmp_path):
     run = tmp_path / "run"
     small_flow().save_pretrained(run)
     small_head().save_pretrained(run / "head")
-    private = ["calibration/held_out/x.npy", "rerank_t2i.json", "rerank_t2i.0123.bank.safetensors"]
-    for name in ("last.safetensors", "metrics.jsonl", "head/last.safetensors", "notes.txt", ".lock", *private):
+    private = ["calibration/held_out/x.npy", "rerank_t2i.json", "rerank_t2i.0123456789abcdef.bank.safetensors"]
+    other = ["notes.txt", "rerank_notes.json", "rerank_t2i.mine.bank.safetensors", "rerank_mine.bank.safetensors"]
+    for name in ("last.safetensors", "metrics.jsonl", "head/last.safetensors", ".lock", *other, *private):
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_bytes(b"x")
     with pytest.raises(ValueError, match=r"bank of the head of .*run holds .* 8 training pairs.*training_rows=True"):
