@@ -94,8 +94,9 @@ def embed_sides(
 
     A finished file is returned, and a job that was killed continued, only if its items and encoders are the same: items
     by their contents, files by name, size and modification time, encoders by `facts()`, functions by their code and all
-    that it refers to. Where that cannot be known, as of instances of other classes, everything is computed again; a
-    function may have a method `facts` that tells what it is.
+    that it refers to. Where that cannot be known now or was not known then, as of instances of other classes or of a
+    function that imports a module which is not loaded yet, blocks that a killed job left are computed again, and a
+    finished file is refused unless `overwrite` is set; a function may have a method `facts` that tells what it is.
     """
     if not isinstance(sides, Mapping) or len(sides) != 2:
         raise TypeError("sides must be two, by name: {'audio': (items, encode), 'text': (items, encode)}")
@@ -159,8 +160,14 @@ def _embed(
     block = max(1, BLOCK_ROWS // batch_size) * batch_size
     path.parent.mkdir(parents=True, exist_ok=True)
     job = Job(path, count, block, facts, numbered="id", ids=names, about=about)
-    # Work that may or may not be the same is done again.
-    again = _is_unknown(facts) and any(_known(left) == _known(job.facts) for left in job.left() if left is not None)
+    made, blocks = job.left()
+    if not overwrite and _may_be_same(made, job.facts):
+        raise FileExistsError(
+            f"{path} exists, and whether it is the result of this job cannot be known: {_unknown_of(made, job.facts)} "
+            "cannot be identified; give a function a method `facts`, use items of known kinds, or ask to overwrite"
+        )
+    # Blocks that may be of other work are computed again.
+    again = _may_be_same(blocks, job.facts) and (job.finished() or not path.exists())
     job.run(compute, overwrite=overwrite or again, unit="rows", progress=progress)
     return count
 
@@ -184,15 +191,29 @@ def _or_unknown(digest: Callable[[Any], str], value: Any) -> str:
         return f"{UNKNOWN} {secrets.token_hex(16)}"
 
 
-def _is_unknown(facts: Any) -> bool:
-    return UNKNOWN in json.dumps(facts)
+def _may_be_same(left: Any, wanted: Any) -> bool:
+    """Whether two facts that differ may be of the same work, because something in them is not known."""
+    return left != wanted and _could_be(left, wanted)
 
 
-def _known(facts: Any) -> Any:
-    """Facts without those that tell nothing."""
-    if isinstance(facts, Mapping):
-        return {key: _known(value) for key, value in facts.items()}
-    return UNKNOWN if isinstance(facts, str) and facts.startswith(UNKNOWN) else facts
+def _could_be(left: Any, wanted: Any) -> bool:
+    if isinstance(left, Mapping) and isinstance(wanted, Mapping):
+        return left.keys() == wanted.keys() and all(_could_be(left[key], wanted[key]) for key in left)
+    return left == wanted or _is_unknown(left) or _is_unknown(wanted)
+
+
+def _is_unknown(fact: Any) -> bool:
+    return isinstance(fact, str) and fact.startswith(UNKNOWN)
+
+
+def _unknown_of(*jobs: Any) -> str:
+    """The items and functions that are not known in the facts of these jobs, in words."""
+    unknown = set()
+    for facts in jobs:
+        unknown |= {f"the items of {name}" for name, fact in facts["items"].items() if _is_unknown(fact)}
+        encoders = facts["encoders"].items()
+        unknown |= {f"the function of {name}" for name, known in encoders if _is_unknown(known.get(IDENTITY))}
+    return " and ".join(sorted(unknown))
 
 
 def _encode(encode: Encode, items: list[Any]) -> Any:

@@ -1,10 +1,12 @@
-"""Embeddings of two sides are computed again unless their items and functions are known to be the same."""
+"""Embeddings of two sides are returned or continued only if their items and functions are known to be the same."""
 
 from __future__ import annotations
 
 import functools
+import io
 import os
 import statistics
+import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -111,13 +113,76 @@ class Own:
         self.value = value
 
 
-def test_what_cannot_be_known_is_computed_again(tmp_path):
-    encode = Calls()
-    for count in (1, 2, 3):
-        embed([Own(k) for k in range(3)], encode, tmp_path / "x.parquet")
-        assert encode.count == count
-    with pytest.raises(FileExistsError):  # other work in the same place is still in the way
+@pytest.mark.parametrize("others", [[Own(1)] * 3, [Own(2)] * 3, [1, 2, 3]])
+def test_a_finished_file_of_unknown_items_is_kept(tmp_path, others):
+    encode, out = Calls(), tmp_path / "x.parquet"
+    first = embed([Own(1)] * 3, encode, out)
+    with pytest.raises(FileExistsError, match=r"known: the items of a_embedding cannot .* `facts`.*overwrite"):
+        embed(others, encode, out)
+    assert encode.count == 1
+    assert out.read_bytes() == first
+    embed(others, encode, out, overwrite=True)
+    assert encode.count == 2
+
+
+def test_a_finished_file_of_known_items_is_kept_from_unknown_ones(tmp_path):
+    embed([1, 2, 3], Calls(), tmp_path / "x.parquet")
+    with pytest.raises(FileExistsError, match="the items of a_embedding cannot be identified"):
+        embed([Own(1)] * 3, Calls(), tmp_path / "x.parquet")
+
+
+class Killed(Calls):
+    """The same encoder, which is killed in its second batch unless it is told otherwise."""
+
+    killed = True
+
+    def __call__(self, items: list[Any]) -> np.ndarray:
+        if self.killed and self.count:
+            raise KeyboardInterrupt
+        return super().__call__(items)
+
+
+@pytest.mark.parametrize("items", [[Own(1)] * 3, [1, 2, 3]])
+def test_blocks_of_unknown_items_are_computed_again(tmp_path, monkeypatch, items):
+    monkeypatch.setattr("geoflow_fast.jobs.embed_columns.BLOCK_ROWS", 1)
+    encode, out = Killed(), tmp_path / "x.parquet"
+    with pytest.raises(KeyboardInterrupt):
+        embed([Own(1)] * 3, encode, out, batch_size=1)
+    assert list((tmp_path / "x.parquet.blocks").glob("*.parquet"))
+    encode.killed = False
+    embed(items, encode, out, batch_size=1)
+    assert encode.count == 1 + 3
+    assert not (tmp_path / "x.parquet.blocks").exists()
+
+
+def test_blocks_of_unknown_items_do_not_replace_another_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("geoflow_fast.jobs.embed_columns.BLOCK_ROWS", 1)
+    encode, out = Killed(), tmp_path / "x.parquet"
+    with pytest.raises(KeyboardInterrupt):
+        embed([Own(1)] * 3, encode, out, batch_size=1)
+    out.write_bytes(b"of mine")
+    with pytest.raises(FileExistsError, match="not the result of this job"):
+        embed([Own(1)] * 3, encode, out, batch_size=1)
+    assert out.read_bytes() == b"of mine"
+
+
+def test_a_function_that_imports_when_it_is_called(tmp_path, monkeypatch):
+    """It is not known before its module is loaded, and known afterwards."""
+    monkeypatch.delitem(sys.modules, "this", raising=False)
+    monkeypatch.setattr("sys.stdout", io.StringIO())
+
+    def encode(items: list[Any]) -> Any:
+        import this
+
+        return np.ones((len(items), len(this.d)))
+
+    first = embed([1, 2, 3], encode, tmp_path / "x.parquet")
+    with pytest.raises(FileExistsError, match="cannot be known: the function of a_embedding cannot be identified"):
         embed([1, 2, 3], encode, tmp_path / "x.parquet")
+    embed([1, 2, 3], encode, tmp_path / "x.parquet", overwrite=True)
+    again = (tmp_path / "x.parquet").stat().st_mtime_ns
+    assert embed([1, 2, 3], encode, tmp_path / "x.parquet") != first
+    assert (tmp_path / "x.parquet").stat().st_mtime_ns == again
 
 
 SOURCE = """
@@ -236,4 +301,6 @@ def test_functions_that_cannot_be_known(encode):
 def test_a_function_that_cannot_be_known_is_asked_again(tmp_path):
     embed([1, 2, 3], uses_random_numbers, tmp_path / "x.parquet")
     first = (tmp_path / "x.parquet").read_bytes()
-    assert embed([1, 2, 3], uses_random_numbers, tmp_path / "x.parquet") != first
+    with pytest.raises(FileExistsError, match="the function of a_embedding cannot be identified"):
+        embed([1, 2, 3], uses_random_numbers, tmp_path / "x.parquet")
+    assert embed([1, 2, 3], uses_random_numbers, tmp_path / "x.parquet", overwrite=True) != first
