@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -83,15 +82,6 @@ class Ladder(Method):
         nll = -(log_inside + torch.where(missed > 0, missed * log_outside, 0.0)) / count
         p_answer = reranked.p_answer.double().cpu()
         return Scores(1 - p_answer, p_answer, nll, index[:, 0])
-
-
-class HubsOnly(Ladder):
-    """The ladder without its head, which shows what the head adds."""
-
-    name, title = "hubs_only", "GeoFlow ladder, hubs only"
-
-    def __init__(self, study: Study) -> None:
-        super().__init__(dataclasses.replace(study, head=None, head_seconds=0.0))
 
 
 class FlowReranker(Ladder):

@@ -168,7 +168,5 @@ def test_the_true_posterior_is_calibrated():
 
 def test_pictures_of_the_documentation_are_modest():
     folder = Path(__file__).parents[2] / "docs/images"
-    assert {path.name for path in folder.glob("*.png")} >= {
-        figures.FILES[name] for name in ("spheres", "certain", "densities")
-    }
+    assert {path.name for path in folder.glob("*.png")} >= {figures.FILES[name] for name in ("certain", "densities")}
     assert sum(path.stat().st_size for path in folder.glob("*.png")) < 2_000_000

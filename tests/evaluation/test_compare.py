@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -9,9 +10,10 @@ import numpy as np
 import pytest
 
 import geoflow_fast as gf
-from geoflow_fast.evaluation.compare import compare
+from geoflow_fast.evaluation.compare import ScoredQueries, compare, judge, score_queries
 from geoflow_fast.evaluation.methods import Method, Study
 from geoflow_fast.evaluation.metrics import answered_share
+from geoflow_fast.evaluation.registry import create
 from geoflow_fast.evaluation.results import Comparison, aggregate
 from geoflow_fast.evaluation.retrieval import plain_search
 from geoflow_fast.evaluation.untrained import Margin, MaxSoftmax
@@ -174,3 +176,20 @@ def test_how_many_can_be_answered():
         kept = [score <= level for level in np.unique(score)]
         expected = max((k.mean() for k in kept if (~hits[k]).mean() <= error), default=0.0)
         assert answered_share(score, hits, error) == pytest.approx(expected)
+
+
+def test_pooled_folds_are_judged_as_one(pairs, held_out):
+    halves = pairs.split(0.5, 0)
+    folds = []
+    for half in halves:
+        task = RetrievalTask.of(half, "t2i")
+        folds.append(score_queries(create("max_softmax", Study(held_out)), task, plain_search(task)))
+    whole = ScoredQueries.pooled(folds)
+    assert len(np.unique(whole.columns["image"])) == 40  # numbers of images do not collide
+    (result,) = judge([whole], resamples=0)
+    assert (result.queries, result.items) == (len(pairs), 20)
+    alone = [compare(Study(held_out), half, ("max_softmax",), directions=("t2i",), resamples=0) for half in halves]
+    recall = [part.results[0].numbers["recall"] for part in alone]
+    assert result.numbers["recall"] == pytest.approx(np.mean(recall))
+    with pytest.raises(ValueError, match="one method and direction"):
+        ScoredQueries.pooled([folds[0], dataclasses.replace(folds[1], method="other")])

@@ -12,7 +12,6 @@ import geoflow_fast as gf
 from geoflow_fast.directions import Direction
 from geoflow_fast.evaluation import registry
 from geoflow_fast.evaluation.flow_methods import FlowEntropy, FlowEpistemic
-from geoflow_fast.evaluation.ladder_methods import HubsOnly
 from geoflow_fast.evaluation.methods import Method, Scores, Study, posterior_scores
 from geoflow_fast.evaluation.retrieval import plain_search
 from geoflow_fast.geometry import normalize
@@ -104,11 +103,6 @@ class TestFlowMethods:
         assert method.training == ("flow" if flow else "baseline")
         assert "head" in method.facts()
         assert "head" not in type(method)(dataclasses.replace(study, head=None)).facts()
-        hubs_only = HubsOnly(study)
-        hubs_only.fit(task)
-        assert hubs_only.reranker.head is None
-        assert (hubs_only.training, hubs_only.facts()) == ("none", {})
-        assert hubs_only.fit_seconds < 1e6
         expected = 1 - method.reranker(task.queries).p_answer.double()
         torch.testing.assert_close(scores.uncertainty, expected, atol=1e-6, rtol=0)
 

@@ -11,8 +11,11 @@ import torch
 import geoflow_fast as gf
 from benchmarks.methods import cli as command
 from benchmarks.methods import results, studies
-from benchmarks.methods.studies import epistemic, watch
+from benchmarks.methods.studies import epistemic, real, watch
+from geoflow_fast.evaluation.methods import Study
 from geoflow_fast.noise import sample_uniform
+from geoflow_fast.retrieval.task import RetrievalTask
+from tests.evaluation.helpers import DIM
 
 
 def test_every_study_can_be_run_by_its_name(monkeypatch, capsys):
@@ -103,3 +106,13 @@ def test_swapped_captions_never_get_their_own_image():
     cosine = (image @ image.T).fill_diagonal_(-1)
     captions, images = parts["similar"]
     assert np.array_equal(group[images], cosine[group[captions]].argmax(1))
+
+
+@pytest.mark.parametrize("direction", ["t2i", "i2t"])
+def test_the_ladder_without_its_head_knows_nothing_of_it(pairs, held_out, direction):
+    head = gf.PosteriorHead(gf.HeadConfig(points=2), DIM, DIM).eval()
+    hubs_only = real.HubsOnly(Study(held_out, head=head, head_seconds=1e6))
+    hubs_only.fit(RetrievalTask.of(pairs, direction))
+    assert hubs_only.reranker.head is None
+    assert (hubs_only.training, hubs_only.facts()) == ("none", {})
+    assert hubs_only.fit_seconds < 1e6

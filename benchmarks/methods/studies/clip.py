@@ -16,15 +16,15 @@ import geoflow_fast as gf
 from benchmarks.methods import registry
 from benchmarks.methods.baseline_methods import BaselineStudy
 from benchmarks.methods.baselines.adapter import TwoTowerAdapter
+from benchmarks.methods.leads import corrected, paired_leads
 from benchmarks.methods.results import RESULTS, gate, markdown, report, write_blocks
 from benchmarks.methods.studies.comparison import Truth, world_folder
-from benchmarks.methods.studies.real import FEW_PAIRS, MEASURES, PAGE, REFERENCES, SURE, rows_of
+from benchmarks.methods.studies.real import FEW_PAIRS, MEASURES, PAGE, REFERENCES, SURE, HubsOnly, rows_of
 from geoflow_fast.demo.clip_world import examine_search
 from geoflow_fast.directions import CONDITIONAL, Direction
 from geoflow_fast.evaluation.compare import judge, score_queries
 from geoflow_fast.evaluation.figures import DIRECTION_TITLES
-from geoflow_fast.evaluation.ladder_methods import HubsOnly, Ladder
-from geoflow_fast.evaluation.leads import corrected, paired_leads
+from geoflow_fast.evaluation.ladder_methods import Ladder
 from geoflow_fast.evaluation.methods import Study
 from geoflow_fast.evaluation.retrieval import plain_search
 from geoflow_fast.retrieval.rerank import BayesReranker

@@ -23,13 +23,13 @@ import geoflow_fast as gf
 from benchmarks.methods import registry
 from benchmarks.methods.baseline_methods import BaselineStudy
 from benchmarks.methods.baselines.adapter import TwoTowerAdapter
+from benchmarks.methods.leads import Lead, corrected, paired_leads
 from benchmarks.methods.results import DOCS, RESULTS, SHARED, gate, report, shared_pairs, write_blocks
 from benchmarks.methods.studies.comparison import world_folder
 from benchmarks.methods.studies.entropy import trained_flow
 from geoflow_fast.directions import CONDITIONAL, Direction
 from geoflow_fast.evaluation.compare import ScoredQueries, judge, score_queries
-from geoflow_fast.evaluation.ladder_methods import FlowReranker, HubsOnly, Ladder
-from geoflow_fast.evaluation.leads import Lead, corrected, paired_leads
+from geoflow_fast.evaluation.ladder_methods import FlowReranker, Ladder
 from geoflow_fast.evaluation.methods import Method, Study
 from geoflow_fast.evaluation.results import COLUMNS, Result
 from geoflow_fast.evaluation.retrieval import plain_search
@@ -61,6 +61,15 @@ SHOWN = ("nll", "auroc", "aurc", "recall", "ece", "spearman", "r2")
 SURE = 0.05
 LEAST_LEAD = {"flickr8k": 0.05}
 """By set, how far the pipeline must be ahead of tuned softmax in AUROC, in both directions."""
+
+
+class HubsOnly(Ladder):
+    """The ladder without its head, which shows what the head adds."""
+
+    name, title = "hubs_only", "GeoFlow ladder, hubs only"
+
+    def __init__(self, study: Study) -> None:
+        super().__init__(dataclasses.replace(study, head=None, head_seconds=0.0))
 
 
 def studies(path: str) -> Iterator[tuple[Study, gf.EmbeddingPairs]]:

@@ -8,13 +8,9 @@ import math
 import numpy as np
 import pytest
 
+from benchmarks.methods.leads import corrected, holm, paired_leads
 from geoflow_fast.evaluation import auroc, bootstrap_interval
-from geoflow_fast.evaluation.compare import ScoredQueries, compare, judge, score_queries
-from geoflow_fast.evaluation.leads import corrected, holm, paired_leads
-from geoflow_fast.evaluation.methods import Study
-from geoflow_fast.evaluation.registry import create
-from geoflow_fast.evaluation.retrieval import plain_search
-from geoflow_fast.retrieval.task import RetrievalTask
+from geoflow_fast.evaluation.compare import ScoredQueries
 
 
 def scored(method: str, queries: int = 300, seed: int = 0, *, sharp: float = 1.0) -> ScoredQueries:
@@ -85,20 +81,3 @@ def test_holm_is_the_step_down_procedure():
     with_nan = holm([math.nan, 0.02])
     assert math.isnan(with_nan[0])
     assert with_nan[1] == 0.02
-
-
-def test_pooled_folds_are_judged_as_one(pairs, held_out):
-    halves = pairs.split(0.5, 0)
-    folds = []
-    for half in halves:
-        task = RetrievalTask.of(half, "t2i")
-        folds.append(score_queries(create("max_softmax", Study(held_out)), task, plain_search(task)))
-    whole = ScoredQueries.pooled(folds)
-    assert len(np.unique(whole.columns["image"])) == 40  # numbers of images do not collide
-    (result,) = judge([whole], resamples=0)
-    assert (result.queries, result.items) == (len(pairs), 20)
-    alone = [compare(Study(held_out), half, ("max_softmax",), directions=("t2i",), resamples=0) for half in halves]
-    recall = [part.results[0].numbers["recall"] for part in alone]
-    assert result.numbers["recall"] == pytest.approx(np.mean(recall))
-    with pytest.raises(ValueError, match="one method and direction"):
-        ScoredQueries.pooled([folds[0], dataclasses.replace(folds[1], method="other")])
