@@ -19,6 +19,10 @@ SHAPE = 3
 ROUNDING, MOST_ROUNDING = 1e-6, 2e-3
 """What the probabilities of a list lack of one is rounding if it is no more than this, and their sum may exceed one by
 the latter, since half precision rounds so much."""
+MOST_HITS = 20
+"""Hits of each list whose items a log is compared by."""
+KEPT_HITS = MOST_HITS + 1
+"""Hits of each list that a rule keeps: where the first one is taken out, the next one moves up."""
 DIGITS = 7
 """Significant digits of scores that are kept, so that lists can be compared with stored ones."""
 

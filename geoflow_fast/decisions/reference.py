@@ -32,7 +32,7 @@ class Reference:
     row: NDArray[np.int64]
     """[n], the rows of the queries in the file of judged ones."""
     hits: NDArray[Any] | None = None
-    """[n, k], the ids of the hits, or the numbers of their rows, if they are known."""
+    """[n, at most `lists.KEPT_HITS`], the ids of the first hits, or the numbers of their rows, if they are known."""
 
     def __len__(self) -> int:
         return len(self.right)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from geoflow_fast.decisions import inputs
+from geoflow_fast.decisions import inputs, lists
 from geoflow_fast.decisions.bounds import Bools
 from geoflow_fast.decisions.encoders import check_encoder
 from geoflow_fast.decisions.model import Model
@@ -125,12 +125,13 @@ class Rule:
 
     def with_hits(self, hits: Table, rows: Table | None = None) -> Rule:
         """The rule with the ids of the hits [n, k] of the queries that it was certified on, so that `gf.watch` can
-        compare the items that come up. `rows` [n] are those of `with_rows`."""
+        compare the items that come up; it keeps as many of each list as that reads. `rows` [n] are those of
+        `with_rows`."""
         if rows is not None:
             return self.with_rows(rows).with_hits(hits)
         reference = self.reference
         named = inputs.hits_of(hits, len(reference), self.model.k)
-        return replace(self, reference=replace(reference, hits=named))
+        return replace(self, reference=replace(reference, hits=named[:, : lists.KEPT_HITS]))
 
     def with_rows(self, rows: Table) -> Rule:
         """The rule with the numbers [n] of the queries that it was certified on in a larger file of judged ones, to
@@ -157,6 +158,7 @@ class Rule:
                 "model": self.model.as_json(),
                 "reference": self.reference.as_json(),
             },
+            indent=None,
         )
 
     @classmethod

@@ -36,8 +36,6 @@ FURTHEST = 4.0
 TO_LABEL = 50
 SHARE_STEP = 0.1
 """How far the shares of queries without a right item are apart, at most, that a log is compared with."""
-MOST_HITS = 20
-"""Hits of each list whose items are compared."""
 
 
 @dataclass(frozen=True)
@@ -393,7 +391,7 @@ class Watcher:
             SCORES: drift.linear_classifier(self._columns(heads, features), folds),
         }
         if pool.hits is not None and part.hits is not None:
-            items = np.concatenate((pool.hits[:, :MOST_HITS], part.hits[:, :MOST_HITS]))
+            items = np.concatenate((pool.hits[:, : lists.MOST_HITS], part.hits[:, : lists.MOST_HITS]))
             views[HITS] = drift.item_classifier(_numbered(items), folds)
         if self.embeddings is not None and part.embeddings is not None:
             columns = np.concatenate((self.embeddings, part.embeddings))

@@ -189,9 +189,9 @@ def remove_own(folder: Path, own: str, last: str) -> None:
     folder.rmdir()
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Writes `value` as indented JSON, atomically."""
-    write_atomic(path, (json.dumps(value, indent=2) + "\n").encode())
+def write_json(path: Path, value: Any, *, indent: int | None = 2) -> None:
+    """Writes `value` as JSON, atomically; with `indent=None` on one line, which is shorter."""
+    write_atomic(path, (json.dumps(value, indent=indent) + "\n").encode())
 
 
 def write_npy(path: Path, array: NDArray[Any]) -> None:

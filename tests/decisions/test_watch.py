@@ -164,6 +164,32 @@ def test_few_pairs_of_queries_have_an_auroc(rows, live):
     assert drift._auroc(*both, folds[1:])[0] == 0.5
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_a_rule_of_many_queries_and_long_lists_is_saved_and_read(tmp_path, named):
+    fitted, tested = search(400, 512, items=600, seed=1), search(5000, 512, items=600, seed=2)
+    numbers = np.random.default_rng(0).integers(10**9, size=tested.scores.shape)
+    hits = np.char.add("catalogue/item-", numbers.astype(str)).astype(object) if named else numbers
+    trust = gf.Trust().fit(fitted.scores, fitted.relevant)
+    trust.certify(tested.scores, tested.relevant, 0.2).with_hits(hits).save(tmp_path / "rule.json")
+    loaded = gf.Rule.load(tmp_path / "rule.json").reference
+    assert len(loaded) == 5000
+    assert (loaded.hits == hits[:, :21]).all()
+
+
+def test_hits_that_a_rule_does_not_keep_change_nothing():
+    """Neither of its own queries nor of those whose first hit is taken out."""
+    fitted, tested, live = search(400, 64, seed=1), search(800, 64, seed=2), search(500, 64, seed=3, match=0.5)
+    hits = np.random.default_rng(0).integers(300, size=tested.scores.shape)
+    trust = gf.Trust().fit(fitted.scores, fitted.relevant)
+    rule = trust.certify(tested.scores, tested.relevant, 0.3, no_match_share=0.3).with_hits(hits)
+    whole = dataclasses.replace(rule, reference=dataclasses.replace(rule.reference, hits=hits))
+    log = {"hits": np.random.default_rng(1).integers(300, size=live.scores.shape)}
+    kept, all_kept = (gf.watch(each, live.scores, every=500, **log).last.drifts for each in (rule, whole))
+    assert [each.view for each in kept] == [MISSING, SCORES, HITS]
+    for of_kept, of_all in zip(kept, all_kept):
+        np.testing.assert_array_equal(of_kept.score, of_all.score)
+
+
 def test_a_rule_remembers_its_queries(rule, tmp_path):
     rule.save(tmp_path / "rule.json")
     loaded = gf.Rule.load(tmp_path / "rule.json").reference
