@@ -54,8 +54,8 @@ def embed(
         str | None,
         typer.Option(
             help="With open_clip the name of a model, local-dir:FOLDER or hf-hub:NAME; with transformers and "
-            "sentence-transformers a folder or hf://NAME. Default: ViT-B-32 (a download of 605 MB); with transformers "
-            "openai/clip-vit-base-patch32 (605 MB), with sentence-transformers all-MiniLM-L6-v2 (91 MB)."
+            "sentence-transformers a folder or hf://user/name. Default: ViT-B-32 (a download of 605 MB); with "
+            "transformers openai/clip-vit-base-patch32 (605 MB), with sentence-transformers all-MiniLM-L6-v2 (91 MB)."
         ),
     ] = None,
     pretrained: Annotated[

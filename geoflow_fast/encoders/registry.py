@@ -9,7 +9,7 @@ from geoflow_fast.encoders.open_clip import DEFAULT_MODEL, OpenClipEncoder
 from geoflow_fast.encoders.protocol import Encoder
 from geoflow_fast.encoders.sentences import SentenceEncoder
 from geoflow_fast.encoders.transformers import TransformersEncoder
-from geoflow_fast.runtime.hub import ADDRESS
+from geoflow_fast.runtime.hub import ADDRESS, repository_of
 
 TRANSFORMERS_MODEL = "openai/clip-vit-base-patch32"
 SENTENCE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
@@ -27,8 +27,8 @@ def open_encoder(
     precision: str = "auto",
 ) -> Encoder:
     """Returns the encoder that `geoflow embed --encoder` names: open_clip, transformers, sentence-transformers or
-    colours. `model` is a folder or, with "hf://" before it, a name on the Hugging Face hub; with open_clip it is a name
-    that open_clip knows."""
+    colours. `model` is a folder or the address of a repository on the Hugging Face hub, "hf://user/name" or
+    "hf://user/name@revision"; with open_clip it is a name that open_clip knows."""
     given = {"--model": model, "--pretrained": pretrained, "--checkpoint": checkpoint, "--revision": revision}
     given["--prompt"] = prompt or None
     taken = {
@@ -47,18 +47,28 @@ def open_encoder(
         chosen = model or DEFAULT_MODEL
         return OpenClipEncoder.load(chosen, pretrained, checkpoint, device=device, precision=precision)
     if kind == "transformers":
-        name = TRANSFORMERS_MODEL if model is None else _folder_or_repository(model)
-        return TransformersEncoder.load(name, revision, device=device, precision=precision)
+        name, version = _folder_or_repository(model or ADDRESS + TRANSFORMERS_MODEL, revision)
+        return TransformersEncoder.load(name, version, device=device, precision=precision)
     if kind == "sentence-transformers":
-        name = SENTENCE_MODEL if model is None else _folder_or_repository(model)
-        return SentenceEncoder.load(name, revision, prompt=prompt, device=device, precision=precision)
+        name, version = _folder_or_repository(model or ADDRESS + SENTENCE_MODEL, revision)
+        return SentenceEncoder.load(name, version, prompt=prompt, device=device, precision=precision)
     return ColourEncoder()
 
 
-def _folder_or_repository(model: str) -> str:
-    """The folder `model`, or the name of the repository with the address "hf://user/name"."""
-    if model.startswith(ADDRESS):
-        return model.removeprefix(ADDRESS)
-    if not Path(model).is_dir():
-        raise FileNotFoundError(f"--model {model} is not a folder; the address of a model on the hub is hf://user/name")
-    return model
+def _folder_or_repository(model: str, revision: str | None) -> tuple[str, str | None]:
+    """The folder `model`, or the name of the repository with the address "hf://user/name" or "hf://user/name@revision";
+    and the revision."""
+    if not model.startswith(ADDRESS):
+        if not Path(model).is_dir():
+            raise FileNotFoundError(
+                f"--model {model} is not a folder; the address of a model on the hub is hf://user/name"
+            )
+        return model, revision
+    name, addressed = repository_of(model)
+    if addressed is not None and revision not in (None, addressed):
+        raise ValueError(f"--model {model} names another revision than --revision {revision}; give one of them")
+    if Path(name).exists():  # the libraries take a folder of this name for the model
+        raise FileExistsError(
+            f"the folder {name} hides the repository {ADDRESS}{name}; give the folder's full path, or run elsewhere"
+        )
+    return name, addressed or revision

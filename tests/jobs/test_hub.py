@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -213,6 +214,31 @@ def test_encoders_of_commands_are_folders_unless_they_have_an_address(kind, hub)
     with pytest.raises(FileNotFoundError, match=r"models/enc is not a folder; .* hf://user/name"):
         open_encoder(kind, model="models/enc")
     assert hub.requests == []
+
+
+LOADERS = {"transformers": gf.TransformersEncoder, "sentence-transformers": gf.SentenceEncoder}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_the_address_of_an_encoder_is_a_repository(kind, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    loaded: list[Any] = []
+    monkeypatch.setattr(LOADERS[kind], "load", lambda name, revision, **_: loaded.append((name, revision)))
+    open_encoder(kind, model="hf://models/enc")
+    open_encoder(kind, model="hf://models/enc@v1")
+    open_encoder(kind, model="hf://models/enc", revision="v2")
+    open_encoder(kind)
+    assert loaded[:3] == [("models/enc", None), ("models/enc", "v1"), ("models/enc", "v2")]
+    assert loaded[3][1] is None
+    for address in ("hf://enc", "hf://a/b/c", "hf://a/b@", "hf://../enc/x"):
+        with pytest.raises(ValueError, match="hf://user/name"):
+            open_encoder(kind, model=address)
+    with pytest.raises(ValueError, match="another revision than --revision v2"):
+        open_encoder(kind, model="hf://models/enc@v1", revision="v2")
+    (tmp_path / "models/enc").mkdir(parents=True)
+    with pytest.raises(FileExistsError, match="the folder models/enc hides the repository hf://models/enc"):
+        open_encoder(kind, model="hf://models/enc")
+    assert len(loaded) == 4
 
 
 def test_repository_names_are_told_from_paths():
