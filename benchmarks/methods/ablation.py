@@ -172,9 +172,10 @@ def entropies(series: str, name: str, values: Sequence[float], **others: Any) ->
     return [Variant(f"{series}, {x:g}", entropy_with(**{name: x}, **others), series, float(x)) for x in values]
 
 
-def epistemic_scores(series: str, settings: Mapping[int, DensitySettings]) -> list[Variant]:
-    """The epistemic score along an axis: for each value, the settings of the log-densities."""
-    return [Variant(f"{series}, {x}", score_with(y), series, float(x), density=y) for x, y in settings.items()]
+def epistemic_scores(series: str, usual: DensitySettings, name: str, values: Sequence[int]) -> list[Variant]:
+    """The epistemic score along an axis: for each value of the setting `name`, with the others as `usual`."""
+    settings = [dataclasses.replace(usual, **{name: x}) for x in values]
+    return [Variant(f"{series}, {x}", score_with(y), series, float(x), density=y) for x, y in zip(values, settings)]
 
 
 COUPLINGS = (
@@ -200,17 +201,15 @@ def _coupling() -> Ablation:
 
 def _steps() -> Ablation:
     values = (10, 20, 30, 40, 50)
-    paper = {n: dataclasses.replace(PAPER_DENSITY, n_steps=n) for n in values}
-    own = {n: DensitySettings(n_steps=n) for n in values}
-    variants = [*epistemic_scores("the paper's Euler", paper), *epistemic_scores("midpoint", own)]
+    variants = [*epistemic_scores("the paper's Euler", PAPER_DENSITY, "n_steps", values)]
+    variants += epistemic_scores("midpoint", DensitySettings(), "n_steps", values)
     return Ablation("Steps of the reverse ODE", "steps", variants)
 
 
 def _probes() -> Ablation:
     values = (1, 2, 3, 4, 5)
-    paper = {n: dataclasses.replace(PAPER_DENSITY, n_probes=n) for n in values}
-    own = {n: DensitySettings(n_probes=n) for n in values}
-    variants = [*epistemic_scores("the paper's Euler 50", paper), *epistemic_scores("midpoint 10", own)]
+    variants = [*epistemic_scores("the paper's Euler 50", PAPER_DENSITY, "n_probes", values)]
+    variants += epistemic_scores("midpoint 10", DensitySettings(), "n_probes", values)
     return Ablation("Probes of the divergence", "probes", variants)
 
 

@@ -31,12 +31,10 @@ from geoflow_fast.cli.base import (
     model_option,
     print_json,
 )
-from geoflow_fast.cli.evaluate import BinsFlag, MaxQueriesFlag, ResamplesFlag, names_of, print_rows
+from geoflow_fast.cli.evaluate import BinsFlag, MaxQueriesFlag, ResamplesFlag, names_of, print_comparison, print_rows
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.encoders.open_clip import DEFAULT_MODEL, OpenClipEncoder
 from geoflow_fast.evaluation.job import PAGE, EvaluationSettings, evaluate_folders
-from geoflow_fast.evaluation.results import RESULTS_JSON
-from geoflow_fast.evaluation.verdict import verdict
 
 SeedsFlag = Annotated[int, typer.Option(help="Number of seeds to train and score with.", min=1, max=1000)]
 StepsFlag = Annotated[int | None, typer.Option(help="Training steps of the flow.")]
@@ -98,13 +96,7 @@ def score(
                 names, study, registry.run_configs(study.val, run), out / RUNS_FOLDER
             ),
         )
-    if as_json:
-        print((out / RESULTS_JSON).read_text(), end="")
-        return
-    for name in study.directions:
-        print_rows(f"{name}, plain Recall@1 {study.of(name)[0].plain_recall:.3f}", study.table(name))
-        typer.echo(verdict(study.of(name)))
-    typer.echo(f"Wrote {out / PAGE}")
+    print_comparison(study, out, as_json=as_json)
 
 
 @app.command(epilog="Example: python -m benchmarks.methods train probvlm --pairs embeddings/ --out runs/probvlm")

@@ -33,6 +33,7 @@ from geoflow_fast.cli.embeddings import (
 
 if TYPE_CHECKING:
     from geoflow_fast.evaluation.job import JudgedFiles
+    from geoflow_fast.evaluation.results import Comparison
     from geoflow_fast.jobs.queries import Naming
 
 MaxQueriesFlag = Annotated[int | None, typer.Option(help="Largest number of queries, drawn by the seed.")]
@@ -111,8 +112,6 @@ def evaluate(
         raise ValueError("give test pairs, or --queries, --gallery and --qrels, not both")
     from geoflow_fast.data.pairs import open_pairs
     from geoflow_fast.evaluation import job
-    from geoflow_fast.evaluation.results import RESULTS_JSON
-    from geoflow_fast.evaluation.verdict import verdict
 
     choices: dict[str, Any] = {"max_queries": max_queries, "bins": bins, "resamples": resamples, "seed": seed}
     choices["device"] = device
@@ -133,13 +132,22 @@ def evaluate(
             normalize=normalize,
             announce=lambda line: typer.echo(line, err=True),
         )
+    print_comparison(study, out, as_json=as_json)
+
+
+def print_comparison(study: Comparison, out: Path, *, as_json: bool) -> None:
+    """Prints the comparison that was written to the folder `out`: its JSON, or tables and verdicts."""
+    from geoflow_fast.evaluation.job import PAGE
+    from geoflow_fast.evaluation.results import RESULTS_JSON
+    from geoflow_fast.evaluation.verdict import verdict
+
     if as_json:
         print((out / RESULTS_JSON).read_text(), end="")
         return
     for name in study.directions:
         print_rows(f"{name}, plain Recall@1 {study.of(name)[0].plain_recall:.3f}", study.table(name))
         typer.echo(verdict(study.of(name)))
-    typer.echo(f"Wrote {out / job.PAGE}")
+    typer.echo(f"Wrote {out / PAGE}")
 
 
 def _judged_files(queries: Path | None, gallery: Path | None, qrels: Path | None, names: Naming) -> JudgedFiles:

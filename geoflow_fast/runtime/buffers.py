@@ -38,7 +38,8 @@ class BufferPool:
 
     def __init__(self) -> None:
         self._idle: dict[int, list[NDArray[np.uint8]]] = {}
-        self._idle_bytes = 0
+        self.idle_bytes = 0
+        """Memory that waits for its next use."""
         self._lock = threading.RLock()  # a finalizer may run while the same thread is in here
 
     def empty_like(self, x: Tensor) -> Tensor:
@@ -52,24 +53,19 @@ class BufferPool:
         weakref.finalize(loan, self._give, block).atexit = False
         return torch.from_numpy(loan).view(x.dtype).view(x.shape)
 
-    @property
-    def idle_bytes(self) -> int:
-        """Memory that waits for its next use."""
-        return self._idle_bytes
-
     def _take(self, size: int) -> NDArray[np.uint8]:
         with self._lock:
             blocks = self._idle.get(size + _ALIGNMENT)
             if blocks:
-                self._idle_bytes -= size + _ALIGNMENT
+                self.idle_bytes -= size + _ALIGNMENT
                 return blocks.pop()
         return np.empty(size + _ALIGNMENT, np.uint8)
 
     def _give(self, block: NDArray[np.uint8]) -> None:
         with self._lock:
-            if self._idle_bytes + block.nbytes <= MOST_IDLE_BYTES:
+            if self.idle_bytes + block.nbytes <= MOST_IDLE_BYTES:
                 self._idle.setdefault(block.nbytes, []).append(block)
-                self._idle_bytes += block.nbytes
+                self.idle_bytes += block.nbytes
 
 
 @functools.cache
