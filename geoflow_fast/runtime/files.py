@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import glob
+import itertools
 import json
 import os
 import re
-import secrets
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,6 +30,8 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 LOCK_FILE = ".lock"
+WRITERS_AT_ONCE = 8
+"""Of so many writers of one file that are killed at the same time, the next writer removes what they left."""
 _TEMPORARY = r"\..+\.\d{12}\.tmp"
 JSON_BYTES = 1 << 24
 """Size of the largest JSON or TOML file that is read; those of geoflow_fast take kilobytes."""
@@ -59,20 +61,27 @@ def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], object]) -> N
         _remove_left_behind(path)
         temporary, file = _new_temporary(path)
         with file:
-            if callable(content):
-                content(file)
-            else:
-                file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-            if fcntl is not None:  # the lock on the temporary file ends after it has its name
-                os.replace(temporary, path)
-        if fcntl is None:  # Windows renames only files that are closed
+            try:
+                if callable(content):
+                    content(file)
+                else:
+                    file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+                if fcntl is not None:
+                    os.replace(temporary, path)
+            except BaseException:
+                if fcntl is not None:
+                    _discard(temporary)
+                raise
+            finally:
+                # Once the lock ends, another writer may have a file of this name.
+                temporary = temporary if fcntl is None else None
+        if temporary is not None:  # Windows renames only files that are closed
             os.replace(temporary, path)
     except BaseException as error:
         if temporary is not None:
-            with contextlib.suppress(OSError):  # a failing disk may refuse this too; the next writer then removes it
-                temporary.unlink(missing_ok=True)
+            _discard(temporary)
         if not isinstance(error, OSError):
             raise
         why = error.strerror or error
@@ -80,15 +89,25 @@ def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], object]) -> N
     sync_folder(path.parent)
 
 
+def _discard(temporary: Path) -> None:
+    with contextlib.suppress(OSError):  # a failing disk may refuse this too; the next writer then removes it
+        temporary.unlink(missing_ok=True)
+
+
 def temporaries_of(path: Path) -> list[Path]:
     """The temporary files of writers of a file, at work or killed."""
     return sorted(path.parent.glob(f".{glob.escape(path.name)}.*.tmp"))
 
 
+def _temporary(path: Path, number: int) -> Path:
+    return path.with_name(f".{path.name}.{number:012d}.tmp")
+
+
 def _new_temporary(path: Path) -> tuple[Path, BinaryIO]:
-    """A temporary file that did not exist before, locked where the file system has locks."""
-    while True:
-        temporary = path.with_name(f".{path.name}.{secrets.randbelow(10**12):012d}.tmp")
+    """A temporary file that did not exist before, locked where the file system has locks. It has the first number that
+    is free, so that what a killed writer left is found without a search of the folder."""
+    for number in itertools.count():
+        temporary = _temporary(path, number)
         # The file is always created here, so a link that someone put under this name is not followed.
         try:
             handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN_FLAGS, 0o666)
@@ -107,16 +126,22 @@ def _new_temporary(path: Path) -> tuple[Path, BinaryIO]:
         if ours:
             return temporary, file
         file.close()  # another writer took the file for left behind before it was locked
+    raise AssertionError("numbers do not end")
 
 
 def _remove_left_behind(path: Path) -> None:
     """Removes the temporary files of a path that no writer holds locked, because their writers were killed."""
-    for temporary in temporaries_of(path) if fcntl is not None else ():
+    for number in range(WRITERS_AT_ONCE) if fcntl is not None else ():
+        temporary = _temporary(path, number)
+        if not temporary.is_file():
+            continue
         with contextlib.suppress(OSError):  # locked, finished meanwhile, a link, or in a folder that refuses
             handle = os.open(temporary, os.O_WRONLY | os.O_NONBLOCK | _OPEN_FLAGS)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                temporary.unlink()
+                # Its writer may have finished meanwhile, and the next one have a new file of this number.
+                if os.path.samestat(os.fstat(handle), os.lstat(temporary)):
+                    temporary.unlink()
             finally:
                 os.close(handle)
 

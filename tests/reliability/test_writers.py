@@ -202,6 +202,62 @@ def test_what_a_slow_writer_writes_is_kept(tmp_path, stuck):
     assert os.listdir(tmp_path) == ["a.bin"]
 
 
+def test_what_several_killed_writers_left_is_removed(tmp_path):
+    for number in (0, 2, 5):
+        (tmp_path / f".a.bin.{number:012d}.tmp").write_bytes(b"half")
+    write_atomic(tmp_path / "a.bin", b"whole")
+    assert os.listdir(tmp_path) == ["a.bin"]
+
+
+def test_a_file_that_took_the_name_of_a_finished_one_is_kept(tmp_path, monkeypatch):
+    """A writer finishes, and another begins, between the look at its temporary file and the lock on it."""
+    temporary, real = tmp_path / f".a.bin.{0:012d}.tmp", files.fcntl.flock
+    temporary.write_bytes(b"finished")
+
+    def flock(handle: int, how: int) -> None:
+        if not (tmp_path / "a.bin").exists():
+            temporary.rename(tmp_path / "a.bin")
+            temporary.write_bytes(b"begun")
+        real(handle, how)
+
+    monkeypatch.setattr(files.fcntl, "flock", flock)
+    write_atomic(tmp_path / "a.bin", b"whole")
+    assert temporary.read_bytes() == b"begun"
+    assert (tmp_path / "a.bin").read_bytes() == b"whole"
+
+
+def test_a_writer_that_fails_removes_its_file_while_it_holds_the_lock(tmp_path, monkeypatch):
+    """Afterwards the name may be that of another writer's file."""
+    real, locked = Path.unlink, []
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        with open(path, "rb") as file:
+            try:
+                files.fcntl.flock(file, files.fcntl.LOCK_EX | files.fcntl.LOCK_NB)
+            except BlockingIOError:
+                locked.append(path.name)
+        real(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    with pytest.raises(OSError, match="could not write"):
+        write_atomic(tmp_path / "a.bin", _full)
+    assert locked == [f".a.bin.{0:012d}.tmp"]
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_write_does_not_list_its_folder(tmp_path, monkeypatch):
+    """A job writes one file for each block into one folder; the cost of each must not grow with their number."""
+    listed: list[Any] = []
+    for name in ("scandir", "listdir"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *path, real=real: [listed.append(path), real(*path)][1])
+    assert list(tmp_path.glob("*")) == []
+    assert listed, "a search of a folder is seen"
+    listed.clear()
+    write_atomic(tmp_path / "a.bin", b"whole")
+    assert listed == []
+
+
 def test_a_writer_whose_file_was_taken_for_left_behind_makes_another(tmp_path, monkeypatch):
     """Between its creation and its lock another writer may remove a temporary file."""
     real, removed = files.fcntl.flock, []
@@ -221,10 +277,10 @@ def test_a_writer_whose_file_was_taken_for_left_behind_makes_another(tmp_path, m
 def test_a_file_system_without_locks(tmp_path, monkeypatch):
     """Nothing is removed there, since nobody knows whose it is."""
     monkeypatch.setattr(files.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOLCK, "no locks")))
-    (tmp_path / ".a.bin.000000000001.tmp").write_bytes(b"of somebody")
+    (tmp_path / ".a.bin.000000000000.tmp").write_bytes(b"of somebody")
     write_atomic(tmp_path / "a.bin", b"whole")
     assert (tmp_path / "a.bin").read_bytes() == b"whole"
-    assert (tmp_path / ".a.bin.000000000001.tmp").read_bytes() == b"of somebody"
+    assert (tmp_path / ".a.bin.000000000000.tmp").read_bytes() == b"of somebody"
 
 
 def test_lines_are_cut_for_readers_at_once(tmp_path):
