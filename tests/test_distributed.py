@@ -167,8 +167,8 @@ def test_traffic_of_a_query_block_does_not_depend_on_the_gallery():
     small = traffic(8, 50)
     assert traffic(8, 5000) == small
     assert traffic(16, 50) == 2 * small
-    # For each query a row of 5 + 2 top_k doubles is sent and received, then half of the rows sent and all received.
-    assert small == 8 * 8 * (5 + 2 * 5) * 7 // 2
+    # For each query a row of 3 + 2 top_k doubles is sent and received, then half of the rows sent and all received.
+    assert small == 8 * 8 * (3 + 2 * 5) * 7 // 2
 
 
 def test_digest_does_not_depend_on_ranks_or_reading():

@@ -16,7 +16,7 @@ COMPUTE_SHARE, BANDWIDTH_SHARE = 0.60, 0.85
 """Shares of a vendor's peak rates that are reached in practice."""
 REPLAYED_SECONDS, STARTED_SECONDS = 2e-6, 20e-6
 """What a kernel costs besides its work: as part of a CUDA graph, and when Python starts it."""
-BLOCK_KERNELS = 52
+BLOCK_KERNELS = 46
 """Kernels for each block of a mapped gallery besides those of `scoring_work`: checks and merging."""
 ELEMENT_BYTES = {"float32": 4, "tf32": 4, "bfloat16": 2}
 SCORING_PRODUCTS = {"float32": 3, "tf32": 3, "bfloat16": 1}

@@ -289,7 +289,7 @@ def test_bounds_hold_where_the_rounding_of_a_query_attains_them(queries, width, 
         assert torch.equal(best_by_codes(x, rows), best)
         assert bool((best == 1).all()) or margin < 1e-4
         wrong += int((best_by_codes(x, rows, 0.9 / (1 + math.sqrt(width) / 254)) != best).sum())
-    # The bound takes a code for longer than its row by sqrt(width) / 254 at the most. A tenth less than that does not hold.
+    # The bound takes a code for longer than its row by sqrt(width) / 254 at the most. A tenth less does not hold.
     assert wrong >= 4 * queries or margin < 1e-4
 
 

@@ -378,7 +378,7 @@ RETRIEVAL = [
         lambda queries, **given: gf.RetrievalEntropy(small_flow(), **given)(queries),
         lambda: {
             "queries": unit(3, TEXT), "gallery": unit(7, IMAGE), "direction": "t2i", "n_samples": 2, "kappa": 10.0,
-            "guidance": 1.0, "n_steps": 2, "seed": 0, "top_k": 2, "posterior": "likelihood",
+            "guidance": 1.0, "n_steps": 2, "seed": 0, "top_k": 2,
         },
     ),
     Target(

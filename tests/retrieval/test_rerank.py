@@ -193,7 +193,7 @@ class TestShortlists:
         index = faiss.IndexFlatIP(DIM)
         items = oracle.pairs(ITEMS, 0)[0]
         index.add(items.numpy())
-        by_store, plain = make(oracle, items, store=index)(queries), reranker(queries)
+        by_store, plain = make(oracle, gf.Gallery(items, store=index))(queries), reranker(queries)
         assert torch.equal(by_store.index, plain.index)
         torch.testing.assert_close(by_store.prob, plain.prob, atol=1e-5, rtol=0)
 
@@ -441,7 +441,7 @@ def test_an_index_of_other_rows_is_refused(oracle):
         ntotal: int
 
     with pytest.raises(ValueError, match="store holds 299 items, not the 300 rows"):
-        make(oracle, oracle.pairs(ITEMS, 0)[0], store=Index(299))
+        gf.Gallery(oracle.pairs(ITEMS, 0)[0], store=Index(299))
 
 
 def test_bad_queries(reranker):
