@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 def one_line(text: object) -> str:
@@ -16,6 +16,8 @@ def one_line(text: object) -> str:
 
 def words_of(values: NDArray[Any]) -> NDArray[Any]:
     """The text of each value, as objects: an array of text would give each the room of the longest."""
+    import numpy as np  # not at the top: the help of a command needs no arrays
+
     words = np.empty(values.shape, object)
     words.reshape(-1)[:] = [str(value) for value in values.reshape(-1).tolist()]
     return words

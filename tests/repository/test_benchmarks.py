@@ -47,7 +47,9 @@ def test_growth(grow, scaling, size):
 
 def pytest_in(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    # pytest-benchmark times nothing in a worker of pytest-xdist, which these variables make of any process.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment["PYTHONPATH"] = str(ROOT)
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment)
 
 

@@ -190,8 +190,6 @@ FLOW_ONLY = {
     "guidance": 0.0,
     "kappa": 10.0,
     "settings": gf.SamplingSettings(),
-    "solver": "euler",
-    "noise": "iid",
     "seed": 0,
 }
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import mmap
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from geoflow_fast.runtime.buffers import BufferPool
 from geoflow_fast.training.batches import Batch
 from geoflow_fast.training.flow_matching import FlowMatching
 
+ROOT = Path(__file__).parents[2]
 LARGE, BLOCKS = 1 << 29, 32
 """Bytes, more than what a C library keeps by itself, and in how many tensors they are."""
 needs_glibc = pytest.mark.skipif(buffers._glibc() is None, reason="only glibc can be told to keep freed memory")
@@ -96,6 +99,13 @@ def fresh_pages() -> int:
 @needs_glibc
 @pytest.mark.usefixtures("untold")
 def test_freed_memory_is_kept_for_a_while():
+    """In a process of its own, whose heap is not in pieces."""
+    command = [sys.executable, "-c", "from tests.runtime import test_buffers; test_buffers.keep_for_a_while()"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def keep_for_a_while():
     few = 0.05 * LARGE / mmap.PAGESIZE
     with buffers.freed_memory_kept():
         fresh_pages()
