@@ -70,7 +70,7 @@ def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], object]) -> N
                 os.fsync(file.fileno())
                 if fcntl is not None:
                     os.replace(temporary, path)
-            except BaseException:
+            except BaseException:  # also when the user interrupts; raised again
                 if fcntl is not None:
                     _discard(temporary)
                 raise
