@@ -25,7 +25,10 @@ import numpy as np
 ROOT = Path(__file__).parents[1]
 Arrays = dict[str, np.ndarray[Any, Any]]
 
-MOVED: dict[str, tuple[float, str]] = {}
+MOVED: dict[str, tuple[float, str]] = {
+    f"commands: watch.{column}": (np.inf, "deleted with thresholds that are carried over")
+    for column in ("covered", "effective", "new_answered", "new_threshold")
+}
 """Results, or beginnings of their names, that may differ: by how much at the most, and why."""
 
 
