@@ -184,7 +184,7 @@ def train(
     `out` if there is one; False removes it. If the run there has finished, its best weights are loaded and the call
     returns at once. On a CPU a resumed run ends with bit for bit the same weights as an uninterrupted one. `progress`:
     whether to show a live line on the terminal, by default if there is one. Ctrl-C stops after the current step and
-    saves. A loss or gradient that is not finite raises `TrainingDiverged`.
+    saves. A loss or gradient that is not finite raises `TrainingDiverged`, and `flow` then has the best weights so far.
 
     The ranks of a `world` (`gf.distributed.joined`) share the rows of each batch; the first one writes, to a folder
     that all of them can see.

@@ -44,14 +44,14 @@ from geoflow_fast.training.ranks import sum_gradients
 
 LOGGER = logging.getLogger(__name__)
 MOMENTUM = 0.9
-CLIP_EPS = 1e-6
 CHECKPOINT_FILE = "last.safetensors"
 CHANGEABLE = {"checkpoint_every", "log_every", "tensorboard", "prefetch", "patience"}
 """Settings that may differ when a run is continued, because they do not change the weights of a step."""
 
 
 class TrainingDiverged(ValueError):
-    """Raised when the loss or the gradient is no longer finite. The message names the step and the last checkpoint."""
+    """Raised when the loss or the gradient is no longer finite. The message names the step and the last checkpoint; the
+    module then has the weights that were best in validation."""
 
 
 @dataclass(frozen=True)
@@ -144,8 +144,8 @@ class Run(Generic[B]):
         if outcome is None:
             losses, norm, total = self._gradients(batch)
             self._look_at(norm, total)
-            self._descend(norm, total)
-        else:  # the step is taken, unless the loss is not finite
+            self._descend(norm)
+        else:
             losses, norm, total = outcome
             self._look_at(norm, total)
         self.step += 1
@@ -174,7 +174,7 @@ class Run(Generic[B]):
 
         def step(*tensors: Tensor) -> Tensor:
             losses, norm, total = self._gradients(with_tensors(batch, tensors))
-            self._descend(norm, total)
+            self._descend(norm)
             return torch.cat((losses, norm.view(1), total.view(1)))
 
         tensors = tensors_of(batch)
@@ -208,12 +208,11 @@ class Run(Generic[B]):
         # Ranks must agree on when they look: one step late, all of them.
         self.settle(None if self.world.size == 1 else 1)
 
-    def _descend(self, norm: Tensor, total: Tensor) -> None:
-        """Takes the optimiser's step, and averages the weights."""
-        # The optimiser divides gradients by a scale, and leaves the weights alone where the loss is not finite.
-        scaled: Any = self.optimizer
-        scaled.grad_scale = ((norm + CLIP_EPS) / self.config.clip).clamp(min=1.0)
-        scaled.found_inf = (norm + total).isfinite().logical_not().float() if self.device.type == "cuda" else None
+    def _descend(self, norm: Tensor) -> None:
+        """Clips the gradient, takes the optimiser's step, and averages the weights."""
+        # On a CPU the norm is known, and a gradient that is short enough is left as it is.
+        if self.device.type == "cuda" or float(norm) > self.config.clip:
+            torch.nn.utils.clip_grads_with_norm_(self.module.parameters(), self.config.clip, norm)
         self.optimizer.step()
         if self.averaged is not None:
             self.averaged.update_parameters(self.module)
@@ -272,6 +271,11 @@ class Run(Generic[B]):
         self.stopped_early = self.stale >= self.config.patience
         self._tell_rise(loss)
         return {"val_loss": loss}
+
+    def take_best(self) -> None:
+        """Leaves the module in eval mode, with the best weights if there are any yet."""
+        self.module.load_state_dict(self.best or self.module.state_dict())
+        self.module.eval()
 
     def conclude(self) -> None:
         """Lets the objective finish the weights that are kept."""
@@ -412,8 +416,7 @@ def complete(
             devices = [run.device] if run.device.type == "cuda" else []
             with torch.random.fork_rng(devices), freed_memory_kept():
                 _take_steps(run, folder, shown=progress if main else False)
-    run.module.load_state_dict(run.best or run.module.state_dict())
-    run.module.eval()
+    run.take_best()
     return TrainReport(
         steps=run.step,
         finished=run.finished,
@@ -480,6 +483,7 @@ def _take_steps(run: Run[B], folder: Path | None, *, shown: bool | None) -> None
                         run.save(folder)
                     saved = run.step
     except TrainingDiverged as error:
+        run.take_best()  # a GPU has taken steps before the host knew of the loss
         kept = (
             "no checkpoint was written yet" if saved is None else f"the checkpoint of step {saved} is kept in {folder}"
         )

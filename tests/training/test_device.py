@@ -17,11 +17,11 @@ from geoflow_fast.ops.cross_residual import cross_residual_rows
 from geoflow_fast.runtime.late import LateValues
 from geoflow_fast.runtime.tensors import load_tensors
 from geoflow_fast.training import loop
-from geoflow_fast.training.batches import COUNTERS, LANES, BatchMaker, OwnStream, tensors_of
+from geoflow_fast.training.batches import COUNTERS, LANES, Batch, BatchMaker, OwnStream, tensors_of
 from geoflow_fast.training.device_rows import DeviceRows, send
 from geoflow_fast.training.flow_matching import FlowMatching
 from geoflow_fast.training.half import HalfTwin
-from geoflow_fast.training.loop import TrainingDiverged
+from geoflow_fast.training.loop import TrainingDiverged, complete
 from tests.samples import randomised
 from tests.training.test_training import CONFIG, SHAPE, make, new_flow, new_run, same_weights, some_pairs
 
@@ -97,25 +97,46 @@ def test_late_values_are_waited_for_only_when_asked(monkeypatch):
     assert [note for note, _ in late.arrived(spared=0)] == [3]
 
 
-def test_a_loss_that_is_read_late_leaves_the_weights_alone_and_names_its_step(monkeypatch):
-    """As on a GPU: the optimiser itself skips the step, and the host hears of it later."""
-    run = new_run(CONFIG)
-    pending: list[tuple[int, torch.Tensor]] = []
+def test_a_loss_that_is_read_late_names_its_step_and_leaves_the_best_weights(monkeypatch, tmp_path):
+    """As on a GPU, which takes further steps before the host hears of the loss."""
+    quiet = dataclasses.replace(CONFIG, steps=8, val_every=4, log_every=50, checkpoint_every=50)
+    run, pending = new_run(quiet), []
     monkeypatch.setattr(run.outcomes, "put", lambda *entry: pending.append(entry))
     monkeypatch.setattr(run.outcomes, "arrived", lambda spared=None: list(pending) if spared == 0 else [])
-    run.device = torch.device("cuda")  # nothing is there
-    monkeypatch.setattr(run, "_twin", lambda: None)
-    monkeypatch.setattr(torch, "autocast", lambda *_, **__: torch.enable_grad())
-    good, bad = run.objective.training_batch(0), run.objective.training_batch(1)
-    run.optimise(good)
-    before = {name: x.clone() for name, x in run.module.state_dict().items()}
-    moments = [x.clone() for state in run.optimizer.state.values() for x in state.values()]
-    run.optimise(dataclasses.replace(bad, v_image=bad.v_image * math.nan))
-    assert all(torch.equal(x, before[name]) for name, x in run.module.state_dict().items())
-    after = [x for state in run.optimizer.state.values() for x in state.values()]
-    assert all(torch.equal(x, y) for x, y in zip(after, moments))
-    with pytest.raises(TrainingDiverged, match="not finite at step 1"):
-        run.settle()
+    training_batch = run.objective.training_batch
+
+    def batch_of(step: int) -> Batch:
+        batch = training_batch(step)
+        return dataclasses.replace(batch, v_image=batch.v_image * math.nan) if step == 5 else batch
+
+    monkeypatch.setattr(run.objective, "training_batch", batch_of)
+    with pytest.raises(TrainingDiverged, match="not finite at step 5"):
+        complete(run, tmp_path)
+    assert run.step > 6
+    assert not run.module.training
+    assert run.best
+    assert all(torch.equal(x, run.best[name]) for name, x in run.module.state_dict().items())
+
+
+class ForgetsScales(torch.optim.AdamW):
+    """An optimiser that does not read what `torch.amp.GradScaler` tells one."""
+
+    def step(self, closure=None):
+        for name in ("grad_scale", "found_inf"):
+            self.__dict__.pop(name, None)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("clip", [1e-3, 1e3])
+def test_gradients_are_clipped_whatever_the_optimiser_does(monkeypatch, clip):
+    monkeypatch.setattr(torch.optim, "AdamW", ForgetsScales)
+    run = new_run(dataclasses.replace(CONFIG, clip=clip))
+    _, norm = run.optimise(run.objective.training_batch(0))
+    decay = run.optimizer.defaults["betas"][0]
+    moments = [run.optimizer.state[p]["exp_avg"] for p in run.module.parameters() if p in run.optimizer.state]
+    clipped = float(torch.nn.utils.get_total_norm(moments)) / (1 - decay)
+    assert 1e-3 < float(norm) < 1e3
+    assert clipped == pytest.approx(min(clip, float(norm)), rel=1e-4)
 
 
 @pytest.mark.parametrize("resident", [True, False])
