@@ -200,11 +200,14 @@ def with_best_hub(
     designs = {scale: each.design(("cosine", "hub")) for scale, each in tried.items()}
     possible = evidence.possible()
 
+    fitted: dict[float, Tensor] = {}
+
     def best(rows: Tensor) -> float:
         loss = {}
         for scale, design in designs.items():
             data = design[rows], possible[rows], target[rows]
-            loss[scale] = float(losses(*data, fit_weights(*data)).mean())
+            fitted[scale] = fit_weights(*data, fitted.get(scale))
+            loss[scale] = float(losses(*data, fitted[scale]).mean())
         return min(loss, key=lambda scale: loss[scale])
 
     chosen = best(fold >= 0)
@@ -227,11 +230,13 @@ class CrossFit(NamedTuple):
 def cross_fitted(designs: Iterable[Tensor], possible: Tensor, target: Tensor, fold: Tensor) -> CrossFit:
     """Leaves out one fold after the other. The arguments are those of `fit_weights`, but with a design for each of the
     folds that is left out, and the `fold` [Q] of each query."""
-    weights, logits = [], torch.empty_like(target)
+    weights: list[Tensor] = []
+    logits = torch.empty_like(target)
     loss = torch.empty(len(target), dtype=torch.float64, device=target.device)
     for number, design in zip(range(int(fold.max()) + 1), designs):
         left_out = fold == number
-        fitted = fit_weights(design[~left_out], possible[~left_out], target[~left_out])
+        start = weights[-1] if weights else None  # folds have most queries in common
+        fitted = fit_weights(design[~left_out], possible[~left_out], target[~left_out], start)
         data = design[left_out], possible[left_out]
         loss[left_out] = losses(*data, target[left_out], fitted)
         logits[left_out] = _logits(*data, fitted)
@@ -239,34 +244,43 @@ def cross_fitted(designs: Iterable[Tensor], possible: Tensor, target: Tensor, fo
     return CrossFit(torch.stack(weights), loss, logits)
 
 
-def fit_weights(design: Tensor, possible: Tensor, target: Tensor, *, max_steps: int = 100) -> Tensor:
+def fit_weights(
+    design: Tensor, possible: Tensor, target: Tensor, start: Tensor | None = None, *, max_steps: int = 100
+) -> Tensor:
     """Weights [F] that maximise the likelihood of `target` [Q, C] under softmax(design [Q, C, F] @ weights) over the
-    `possible` [Q, C] choices, with the prior: Newton's method on a strictly convex loss, float64."""
+    `possible` [Q, C] choices, with the prior: Newton's method on a strictly convex loss, float64. `start`: weights [F]
+    to begin with, such as those of nearly the same queries."""
+    rows, kept = design.reshape(-1, design.shape[-1]), possible.reshape(-1).to(design.dtype)
     # Root mean square [F] of each feature over possible choices; 1 for the last, and for one that is always zero.
-    scale = (design.square() * possible.unsqueeze(-1)).sum((0, 1)).div(possible.sum()).sqrt()
+    scale = torch.mv(rows.square().T, kept).div(kept.sum()).sqrt()
     scale[-1] = 1.0
     scale = torch.where(scale > 0, scale, 1.0)
-    x = design / scale
-    weights = x.new_zeros(x.shape[-1])
-    precision = PRIOR_SD**-2 * torch.eye(len(weights), dtype=x.dtype, device=x.device)
+    precision = (scale / PRIOR_SD).square()
+    meant = torch.mv(rows.T, target.reshape(-1) * kept)
+    weights = torch.zeros_like(scale) if start is None else start
 
-    def total(w: Tensor) -> Tensor:
-        return losses(x, possible, target, w).sum() + w @ precision @ w / 2
+    def at(w: Tensor) -> tuple[Tensor, Tensor]:
+        """Probabilities [Q, C], and the loss of all queries and the prior."""
+        logits = _logits(design, possible, w)
+        largest = logits.amax(1, keepdim=True)
+        prob = logits.sub_(largest).exp_()
+        total = prob.sum(1, keepdim=True)
+        return prob.div_(total), (total.log() + largest).sum() - meant @ w + precision @ w.square() / 2
 
-    loss = total(weights)
+    prob, loss = at(weights)
     for _ in range(max_steps):
-        prob = _logits(x, possible, weights).softmax(1)
-        mean = torch.einsum("qc,qcf->qf", prob, x)
-        gradient = (mean - torch.einsum("qc,qcf->qf", target, x)).sum(0) + precision @ weights
-        hessian = torch.einsum("qc,qcf,qcg->fg", prob, x, x) - mean.T @ mean + precision
-        step = torch.linalg.solve(hessian, gradient)
+        weighted = design * prob.unsqueeze(2)
+        mean = weighted.sum(1)
+        gradient = mean.sum(0) - meant + precision * weights
+        hessian = weighted.reshape_as(rows).T @ rows - mean.T @ mean + precision.diag()
+        step = torch.linalg.solve(hessian / torch.outer(scale, scale), gradient / scale) / scale
         decrease = float(gradient @ step)
         if decrease < 1e-10 * max(1.0, float(loss)):  # about twice the excess loss, which this last step squares
-            return (weights - step) / scale
+            return weights - step
         size = 1.0
-        while float(after := total(weights - size * step)) > float(loss) - 1e-4 * size * decrease:
+        while float((after := at(weights - size * step))[1]) > float(loss) - 1e-4 * size * decrease:
             size /= 2
-        weights, loss = weights - size * step, after
+        weights, (prob, loss) = weights - size * step, after
     raise ValueError(f"the calibration did not converge in {max_steps} steps; are densities or cosines extreme?")
 
 

@@ -68,6 +68,16 @@ def test_the_fit_is_the_optimum():
         assert min(loss(weights - change), loss(weights + change)) > loss(weights)
 
 
+@pytest.mark.parametrize("start", [(1.0, 10.0, 1.0), (-3.0, 0.0, 40.0)])
+def test_the_optimum_does_not_depend_on_the_start(start):
+    """Folds begin with the weights of other folds, which may be far from their own."""
+    evidence, right = simulate(300, 5)
+    target = torch.cat((right, ~right.any(1, keepdim=True)), dim=1).double()
+    data = evidence.design(NAMES), evidence.possible(), target
+    begun = fit_weights(*data, torch.tensor(start, dtype=torch.float64))
+    torch.testing.assert_close(begun, fit_weights(*data), rtol=1e-6, atol=0)
+
+
 def test_cross_fitted_loss_is_that_of_new_queries():
     calibration = fitted(*simulate(2000, 1))
     evidence, right = simulate(4000, 2)
