@@ -28,7 +28,7 @@ from benchmarks.inputs import random_flow, row_flops, scratch
 from benchmarks.limits import Work
 from geoflow_fast.data.pairs import IMAGE_FOLDER, TEXT_FOLDER
 from geoflow_fast.noise import sample_uniform
-from geoflow_fast.runtime.buffers import freed_memory_kept
+from geoflow_fast.runtime.malloc import keep_freed_memory
 from geoflow_fast.training.batches import Batch, BatchMaker
 from geoflow_fast.training.flow_matching import FlowMatching
 from geoflow_fast.training.loop import Run
@@ -95,9 +95,9 @@ class TwoNetworks:
 
 
 def steps(step: Callable[[], float]) -> float:
-    """The loss after some steps, whose memory is kept for the next one as in `gf.train`."""
-    with freed_memory_kept():
-        return [step() for _ in range(STEPS)][-1]
+    """The loss after some steps, whose memory is kept for the next one as in `geoflow train`."""
+    keep_freed_memory()
+    return [step() for _ in range(STEPS)][-1]
 
 
 def check_same_loss(flow: gf.GeoFlow, plain: twins.PlainFlow, pairs: gf.EmbeddingPairs, rows: int = 96) -> None:

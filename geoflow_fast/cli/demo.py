@@ -27,7 +27,9 @@ def demo(
     Takes under four minutes on two cores and downloads nothing. Ctrl-C saves; the same command continues.
     """
     from geoflow_fast.demo import PAGE, REPORT, run, summary
+    from geoflow_fast.runtime.malloc import keep_freed_memory
 
+    keep_freed_memory()
     outcome = run(out, seed, steps, lambda words: typer.echo(f"{words} ...", err=as_json))
     if outcome is None:
         typer.echo(f"stopped; {out} holds the state: run the same command to continue", err=True)

@@ -155,8 +155,10 @@ def train(
     from geoflow_fast.head.model import HEAD_FOLDER
     from geoflow_fast.jobs.calibration import forget_calibration, hold_out
     from geoflow_fast.runtime.device import usable_device
+    from geoflow_fast.runtime.malloc import keep_freed_memory
     from geoflow_fast.training.flow_matching import preset_settings, train_from_preset
 
+    keep_freed_memory()
     _check_flags(context, head)
     k, share = _points(points), _held_out(held_out, calibrate=calibrate)
     if ids is not None and (isinstance(share, Path) or not calibrate):

@@ -14,7 +14,6 @@ from geoflow_fast.directions import Direction, check_codes
 from geoflow_fast.geometry import UNIT_TOLERANCE, capturing, check_rows, eps, interpolate
 from geoflow_fast.ops import dispatch, native, triton_kernels
 from geoflow_fast.runtime import checks
-from geoflow_fast.runtime.buffers import buffers
 
 FourStreams = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -195,7 +194,7 @@ def _fused(kernel: Callable[..., int]) -> Callable[..., FourStreams]:
         out: FourStreams | None = None,
     ) -> FourStreams:
         inputs = [x.detach().contiguous() for x in (image0, text0, image1, text1)]
-        image_t, text_t, v_image, v_text = out or tuple(buffers().empty_like(x) for x in inputs[:2] * 2)
+        image_t, text_t, v_image, v_text = out or tuple(torch.empty_like(x) for x in inputs[:2] * 2)
         bad_row = kernel(
             (inputs[0], inputs[1]),
             (inputs[2], inputs[3]),

@@ -22,7 +22,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from geoflow_fast.flow.model import CONFIG_FILE, WEIGHTS_FILE
 from geoflow_fast.runtime import checks
-from geoflow_fast.runtime.buffers import freed_memory_kept
 from geoflow_fast.runtime.files import contents_of, locked
 from geoflow_fast.runtime.graphs import Graphs, unsuitable
 from geoflow_fast.runtime.interrupt import stop_on_interrupt
@@ -414,7 +413,7 @@ def complete(
         _begin(run, folder, resume=resume)
         if not run.finished:
             devices = [run.device] if run.device.type == "cuda" else []
-            with torch.random.fork_rng(devices), freed_memory_kept():
+            with torch.random.fork_rng(devices):
                 _take_steps(run, folder, shown=progress if main else False)
     run.take_best()
     return TrainReport(
