@@ -31,16 +31,19 @@ def log_bump(cosine: Tensor, c: Tensor | float, d: int) -> Tensor:
 def sample_bump(centre: Tensor, c: Tensor | float, generator: torch.Generator | None = None) -> Tensor:
     """Draws one point from the bump of strength `c` (float or [n]) around each row of `centre` [n, d].
 
-    The samples are exact: the flow carries a uniform point in such a way that atanh<mu, x> grows by c, while the part
-    orthogonal to mu keeps its direction.
+    The samples are exact: the flow moves a uniform point along its great circle through mu, and divides the tangent of
+    half its angle to mu by exp(c).
     """
     n, d = centre.shape
     start = sample_uniform(n, d, generator=generator, dtype=centre.dtype)
-    before = inner(start, centre)
+    cosine = inner(start, centre)
+    sideways = start - cosine * centre
+    sine = sideways.norm(dim=1, keepdim=True)
     strength = torch.as_tensor(c, dtype=centre.dtype, device=centre.device).reshape(-1, 1)
-    after = torch.tanh(torch.atanh(before) + strength)
-    sideways = start - before * centre
-    return after * centre + torch.sqrt((1 - after.square()) / (1 - before.square())) * sideways
+    half = torch.atan2(sine, cosine) / 2
+    angle = 2 * torch.atan2(half.sin(), half.cos() * strength.exp())
+    moved = angle.cos() * centre + angle.sin() * sideways / sine.clamp(min=torch.finfo(sine.dtype).tiny)
+    return moved / moved.norm(dim=1, keepdim=True)
 
 
 LEAST_ORDER = 32.0

@@ -42,7 +42,17 @@ def test_sharp_bumps_keep_their_digits(c, dtype):
     torch.testing.assert_close(log_bump(cosine, c, 5), expected)
 
 
-@pytest.mark.parametrize("d", [3, 24])
+@pytest.mark.parametrize("c", [-SHARPEST, -3.0, 0.0, 1.0, 10.0, SHARPEST])
+def test_samples_in_float32_are_on_the_sphere(c):
+    """In two dimensions a few of them begin at the centre or opposite, up to rounding."""
+    centre = torch.tensor([[0.6, 0.8]]).expand(400_000, -1)
+    points = sample_bump(centre, c, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(points.norm(dim=1), torch.ones(len(points)), atol=1e-6, rtol=0)
+    exact = sample_bump(centre.double(), c, torch.Generator().manual_seed(0))
+    assert float((points * centre).sum(1).mean()) == pytest.approx(float((exact * centre).sum(1).mean()), abs=0.01)
+
+
+@pytest.mark.parametrize("d", [2, 3, 24])
 def test_samples_follow_the_bump(d):
     """The mean of log p over samples equals its expectation, computed by quadrature over the cosine."""
     centre = uniform(1, d).expand(50_000, -1)
