@@ -13,6 +13,7 @@
 #include "gallery.h"
 #include "interpolant.h"
 #include "network.h"
+#include "noise.h"
 #include "search.h"
 #include "solver.h"
 #if defined(GEOFLOW_WITH_CUDA)
@@ -123,6 +124,18 @@ void bind_interpolant(py::module_& m) {
         py::call_guard<py::gil_scoped_release>(), py::kw_only(), "is_double"_a, "image0"_a, "image1"_a, "image_t"_a, "v_image"_a,
         "image_width"_a, "text0"_a, "text1"_a, "text_t"_a, "v_text"_a, "text_width"_a, "rows"_a, "t"_a, "direction"_a, "drop"_a,
         "tolerance"_a, "threads"_a);
+}
+
+void bind_noise(py::module_& m) {
+    m.def(
+        "counter_noise",
+        [](Address numbers, std::int64_t rows, std::int64_t width, std::uint64_t seed, std::uint32_t step, std::uint32_t stream, bool unit,
+           Address out, int threads) {
+            geoflow::noise_kernels().counter_noise(
+                {at<const std::int64_t>(numbers), at<float>(out), rows, width, seed, step, stream, unit, threads});
+        },
+        py::call_guard<py::gil_scoped_release>(), "numbers"_a, "rows"_a, "width"_a, "seed"_a, "step"_a, "stream"_a, "unit"_a, "out"_a,
+        "threads"_a);
 }
 
 // Asked between pieces of a long call by the Python thread that made it; false when the user pressed Ctrl-C. The exception that the
@@ -470,6 +483,7 @@ PYBIND11_MODULE(_C, m) {
     bind_network(m);
     bind_solver(m);
     bind_interpolant(m);
+    bind_noise(m);
     bind_transport(m);
     bind_gallery(m);
     bind_search(m);

@@ -56,19 +56,11 @@ class World:
     passed to calls and received from them.
     """
 
-    def __init__(
-        self,
-        rank: int = 0,
-        size: int = 1,
-        store: Store | None = None,
-        group: dist.ProcessGroup | None = None,
-        *,
-        through_host: bool = False,
-    ) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, store: Store | None = None) -> None:
         self.size = checks.integer(size, "size", 1)
         self.rank = checks.integer(rank, "rank", 0, size - 1)
         self.traffic = 0
-        self._store, self._group, self._through_host = store, group, through_host
+        self._store = store
         self._series = 0
 
     @property
@@ -94,10 +86,8 @@ class World:
         """Replaces `x` by its "sum", "max" or "min" over the ranks and returns it; all ranks get identical bits."""
         checks.one_of(checks.words(operation, "operation"), "operation", OPERATIONS)
         checks.dense(x, "x")
-        if self._goes_through_host(x):
-            return x.copy_(self.all_reduce(x.cpu(), operation))
         if self.size > 1:
-            self._call(lambda: dist.all_reduce(x, getattr(dist.ReduceOp, operation.upper()), group=self._group), x, x)
+            self._call(lambda: dist.all_reduce(x, getattr(dist.ReduceOp, operation.upper())), x, x)
         return x
 
     def any(self, condition: bool) -> bool:
@@ -122,10 +112,8 @@ class World:
     def broadcast(self, x: Tensor) -> Tensor:
         """Replaces `x` by the tensor of the main rank and returns it."""
         checks.dense(x, "x")
-        if self._goes_through_host(x):
-            return x.copy_(self.broadcast(x.cpu()))
         if self.size > 1:
-            self._call(lambda: dist.broadcast(x, group=self._group, group_src=0), x)
+            self._call(lambda: dist.broadcast(x, 0), x)
         return x
 
     def gather_rows(self, x: Tensor, counts: Sequence[int]) -> Tensor:
@@ -139,12 +127,10 @@ class World:
             raise ValueError(f"x has {len(x)} rows, but counts[{self.rank}], this rank's, is {counts[self.rank]}")
         if self.size == 1:
             return x
-        if self._goes_through_host(x):
-            return self.gather_rows(x.cpu(), counts).to(x.device)
         padded = x.new_zeros(max(counts), *x.shape[1:])
         padded[: len(x)] = x
         gathered = x.new_empty(self.size, max(counts), *x.shape[1:])
-        self._call(lambda: dist.all_gather(list(gathered), padded, group=self._group), padded, gathered)
+        self._call(lambda: dist.all_gather(list(gathered), padded), padded, gathered)
         return torch.cat([part[:count] for part, count in zip(gathered, counts)])
 
     def swap_rows(self, x: Tensor) -> Tensor:
@@ -153,14 +139,12 @@ class World:
         _check_rows(x)
         if self.size == 1:
             return x.unsqueeze(0)
-        if self._goes_through_host(x):
-            return self.swap_rows(x.cpu()).to(x.device)
         sent = [len(share) for share in self.shares(len(x))]
         own = sent[self.rank]
         received = x.new_empty(self.size * own, *x.shape[1:])
         x = x.contiguous()
         own_of_each = [own] * self.size
-        self._call(lambda: dist.all_to_all_single(received, x, own_of_each, sent, group=self._group), x, received)
+        self._call(lambda: dist.all_to_all_single(received, x, own_of_each, sent), x, received)
         return received.view(self.size, own, *x.shape[1:])
 
     def share(self, value: Any) -> Any:
@@ -191,19 +175,6 @@ class World:
         checks.words(name, "name")
         checks.integer(amount, "amount", -checks.LARGEST_SEED)
         return amount if self._store is None else self._store.add(f"sums/{self._series}/{name}", amount)
-
-    def twin(self) -> World:
-        """The same ranks with connections of their own, for calls from another thread.
-
-        Tensors of a GPU go through the host: two threads that use NCCL may wait for each other on different ranks.
-        """
-        if self.size == 1:
-            return World()
-        group = dist.new_group(timeout=_seconds(WAIT_SECONDS), backend="gloo")
-        return World(self.rank, self.size, None, group, through_host=True)
-
-    def _goes_through_host(self, x: Tensor) -> bool:
-        return self._through_host and x.device.type != "cpu"
 
     def _call(self, run: Callable[[], object], *tensors: Tensor) -> None:
         """Makes a call that sends or receives `tensors`, and turns a lost connection into `RankLost`."""

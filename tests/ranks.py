@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,8 +29,8 @@ from geoflow_fast.likelihood.settings import DensitySettings
 from geoflow_fast.noise import sample_uniform
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.runtime import parquet
+from geoflow_fast.training.batches import Batch, BatchMaker
 from geoflow_fast.training.loop import Run
-from geoflow_fast.training.ranks import RankBatchMaker, batch_maker
 
 # The server imports what the ranks use once; each rank is a fork of it.
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -129,8 +128,6 @@ def use_every_call(world: World) -> dict[str, Any]:
     results["added"] = world.add_up("things", 0)
     # The first rank has more entries than the dtype can count, the others have none.
     results["mean"] = world.mean(torch.ones(1001 if world.is_main else 0, dtype=torch.bfloat16))
-    twin = world.twin()
-    results["twin"] = twin.all_reduce(torch.ones(1)).item()
     return results
 
 
@@ -256,13 +253,10 @@ def transport_problem(count: int, seed: int) -> tuple[list[torch.Tensor], list[t
     return clouds[:2], clouds[2:], torch.rand(count, generator=generator, dtype=torch.float64)
 
 
-def batch_of(world: World, changes: dict[str, Any], step: int) -> dict[str, np.ndarray]:
-    """Makes this rank's rows of a training batch; `rows` are their numbers."""
-    config = gf.TrainConfig(**{**SHORT, **changes})
-    maker = batch_maker(small_flow(), small_pairs(), config, world)
-    batch = maker.training(step)
-    names = ("image", "text", "v_image", "v_text", "t")
-    return {"rows": maker.own, **{name: getattr(batch, name).numpy() for name in names}}
+def batch_of(rank: int, size: int, changes: dict[str, Any], step: int) -> Batch:
+    """The rows of one of `size` ranks of a training batch."""
+    maker = BatchMaker(small_flow(), small_pairs(), gf.TrainConfig(**{**SHORT, **changes}), rank, size)
+    return maker.training(step)
 
 
 def train_small(world: World, out: Path | None, changes: dict[str, Any], fatal: tuple[int, int] | None = None) -> dict:
@@ -282,20 +276,6 @@ def train_small(world: World, out: Path | None, changes: dict[str, Any], fatal: 
     report = gf.train(flow, small_pairs(), config, out=out, progress=False, world=world)
     weights = torch.cat([p.detach().flatten() for p in flow.parameters()]).numpy()
     return {"weights": weights, "best": report.best_val_loss, "steps": report.steps, "finished": report.finished}
-
-
-def prefetching(world: World, out: Path, prefetch: bool) -> dict:
-    """Runs `train_small` and notes, beside its results, which threads couple rows, and over whose connections."""
-    seen: set[tuple[bool, bool]] = set()
-    couple = RankBatchMaker.couple_group
-
-    def noted(maker: RankBatchMaker, *arguments: Any) -> float:
-        in_background = threading.current_thread().name.startswith("geoflow-batches")
-        seen.add((in_background, maker.world._group is not world._group))
-        return couple(maker, *arguments)
-
-    with mock.patch.object(RankBatchMaker, "couple_group", noted):
-        return {**train_small(world, out, {"steps": 12, "prefetch": prefetch}), "seen": seen}
 
 
 def train_slowly(world: World, out: Path, changes: dict[str, Any], slow: int) -> dict:
@@ -342,29 +322,3 @@ def small_flow(seed: int = 0) -> gf.GeoFlow:
 def small_pairs() -> gf.EmbeddingPairs:
     generator = torch.Generator().manual_seed(3)
     return gf.EmbeddingPairs.from_arrays(*(sample_uniform(300, d, generator=generator) for d in (6, 5)))
-
-
-def through_host(world: World) -> dict[str, Any]:
-    """Makes the calls of a twin as it makes them for tensors of a GPU, which go through the host."""
-    twin = world.twin()
-    staged: list[str] = []
-
-    def on_device(x: torch.Tensor) -> bool:
-        # What was copied to the host is a new tensor; the caller's own stands for one on a device.
-        return any(x is own for own in given) and not staged.append(str(x.dtype))
-
-    given = [torch.full((2,), float(world.rank)), torch.tensor([world.rank + 5]), torch.full((1, 3), float(world.rank))]
-    with (
-        mock.patch.object(twin, "_goes_through_host", on_device),
-        mock.patch.object(torch.Tensor, "cpu", lambda x: x.clone()),
-    ):
-        summed = twin.all_reduce(given[0])
-        sent = twin.broadcast(given[1])
-        rows = twin.gather_rows(given[2], [1] * world.size)
-    return {
-        "sum": summed.tolist(),
-        "in place": summed is given[0],
-        "broadcast": sent.tolist(),
-        "rows": rows.tolist(),
-        "staged": len(staged),
-    }

@@ -23,12 +23,12 @@ import geoflow_fast as gf
 from geoflow_fast import geometry as g
 from geoflow_fast.cli.app import app
 from geoflow_fast.data.rows import Rows
-from geoflow_fast.distributed import ALONE, LOST_SECONDS, RankLost, World, joined
+from geoflow_fast.distributed import ALONE, LOST_SECONDS, RankLost, joined
 from geoflow_fast.jobs.entropy import preferred_layout
 from geoflow_fast.noise import sample_uniform
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.runtime.parquet import read_columns
-from geoflow_fast.training.ranks import batch_maker
+from geoflow_fast.training.batches import BatchMaker
 from tests import ranks
 from tests.ranks import ended, run_ranks
 from tests.samples import shaken
@@ -78,7 +78,6 @@ def test_every_call_gives_what_it_promises(size):
         assert result["max"] == [size - 1, 0]
         assert result["min"] == [0, 1 - size]
         assert result["broadcast"] == 5
-        assert result["twin"] == size
         assert result["mean"] == 1.0
         assert result["added"] == size * (size + 1) // 2
         for count in (0, 1, 7):
@@ -277,12 +276,6 @@ def test_ranks_solve_the_plan_in_plain_torch_as_on_gpus(count, eps, drawn):
     assert all(traffic % (2 * 8 * count) == 0 for _, traffic in results)
 
 
-def test_a_twin_sends_what_is_on_a_gpu_through_the_host():
-    for rank, result in enumerate(run_ranks(2, ranks.through_host)):
-        expected = {"sum": [1.0, 1.0], "in place": True, "broadcast": [5], "rows": [[0.0] * 3, [1.0] * 3], "staged": 3}
-        assert result == expected, rank
-
-
 @pytest.mark.parametrize("eps", [1e-5, 1e-3, 1e-2])
 def test_ranks_solve_plans_that_leave_the_kernel_domain(eps):
     """With a small eps the solver uses scores instead of exponentials, starts from larger values of eps, meets columns
@@ -304,16 +297,27 @@ RULES = [
 ]
 
 
+@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("changes", RULES)
-def test_ranks_make_the_batch_of_one_process(changes):
-    whole = ranks.batch_of(ALONE, changes, 40)
-    parts = run_ranks(3, ranks.batch_of, changes, 40)
-    assert sorted(np.concatenate([part["rows"] for part in parts])) == list(range(64))
-    for part in parts:
-        rows = part.pop("rows")
-        assert 16 <= len(rows) <= 24
-        for name, x in part.items():
-            np.testing.assert_allclose(x, whole[name][rows], atol=1e-6, err_msg=name)
+def test_ranks_make_the_batch_of_one_process(changes, size):
+    """Each has every `size`-th row, with the bits of the batch of one process; a rank sends nothing."""
+    whole = ranks.batch_of(0, 1, changes, 40)
+    assert sum(whole.counts) == 64
+    for rank in range(size):
+        part = ranks.batch_of(rank, size, changes, 40)
+        for name in ("image", "text", "v_image", "v_text", "t", "codes"):
+            assert torch.equal(getattr(part, name), getattr(whole, name)[rank::size]), name
+
+
+def test_ranks_validate_on_the_rows_of_one_process():
+    makers = [
+        BatchMaker(ranks.small_flow(), ranks.small_pairs(), gf.TrainConfig(**ranks.SHORT), *who)
+        for who in ((0, 1), (0, 3), (1, 3), (2, 3))
+    ]
+    whole, *parts = (maker.validation(ranks.small_pairs(), 2) for maker in makers)
+    for rank, part in enumerate(parts):
+        for name in ("image", "text", "v_image", "v_text", "t", "codes"):
+            assert torch.equal(getattr(part, name), getattr(whole, name)[rank::3]), name
 
 
 def losses_of(folder: Path) -> dict[str, np.ndarray]:
@@ -334,23 +338,6 @@ def test_ranks_train_like_one_process(tmp_path, size):
     assert all(np.array_equal(rank["weights"], many[0]["weights"]) for rank in many)
     assert many[0]["best"] == pytest.approx(one["best"], rel=1e-5)
     np.testing.assert_allclose(many[0]["weights"], one["weights"], atol=1e-4)
-
-
-def test_ranks_prefetch_over_connections_of_their_own(tmp_path):
-    """While the ranks add up gradients, their threads couple the next batch: the calls must not meet."""
-    ahead = run_ranks(2, ranks.prefetching, tmp_path / "ahead", True)
-    plain = run_ranks(2, ranks.prefetching, tmp_path / "plain", False)
-    assert {entry for rank in ahead for entry in rank["seen"]} == {(True, True)}
-    assert {entry for rank in plain for entry in rank["seen"]} == {(False, True)}
-    for rank, other in zip(ahead, plain):
-        assert np.array_equal(rank["weights"], other["weights"])
-
-
-def test_local_plans_need_no_communication(tmp_path):
-    """Each rank couples its own rows; the network still learns from the rows of all ranks."""
-    many = run_ranks(2, ranks.train_small, tmp_path, {"ot_scope": "local", "steps": 10})
-    assert np.array_equal(many[0]["weights"], many[1]["weights"])
-    assert np.isfinite(many[0]["best"])
 
 
 @pytest.mark.slow
@@ -391,8 +378,8 @@ def test_a_slow_rank_is_waited_for(tmp_path):
 
 
 def test_batch_must_be_large_enough_for_the_ranks():
-    with pytest.raises(ValueError, match="batch_size=64 is too small for 9 ranks: at least 72"):
-        batch_maker(ranks.small_flow(), ranks.small_pairs(), gf.TrainConfig(**ranks.SHORT), World(0, 9))
+    with pytest.raises(ValueError, match="batch_size=64 is too small for 65 ranks"):
+        ranks.batch_of(0, 65, {}, 0)
 
 
 # ---- as a user starts it ------------------------------------------------------------------------------------------

@@ -29,6 +29,12 @@ MOVED: dict[str, tuple[float, str]] = {
     f"commands: watch.{column}": (np.inf, "deleted with thresholds that are carried over")
     for column in ("covered", "effective", "new_answered", "new_threshold")
 }
+OF_TRAINING = (
+    *("models: tiny ", "models: anchored ", "models: bandwidth"),
+    *("models: re-ranker t2i with flow", "models: re-ranker i2t with flow"),
+    *("commands: entropy.", "commands: rerank.", "commands: density."),
+)
+MOVED |= dict.fromkeys(OF_TRAINING, (np.inf, "training draws the noise of a row from its number, on every device"))
 """Results, or beginnings of their names, that may differ: by how much at the most, and why."""
 
 

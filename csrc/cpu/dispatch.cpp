@@ -11,6 +11,7 @@
 #include "gallery.h"
 #include "interpolant.h"
 #include "network.h"
+#include "noise.h"
 #include "search.h"
 #include "solver.h"
 
@@ -180,6 +181,7 @@ const Caches& caches() {
 GEOFLOW_CHOOSE(GalleryKernels, gallery_kernels)
 GEOFLOW_CHOOSE(InterpolantKernels, interpolant_kernels)
 GEOFLOW_CHOOSE(NetworkKernels, network_kernels)
+GEOFLOW_CHOOSE(NoiseKernels, noise_kernels)
 GEOFLOW_CHOOSE(SearchKernels, search_kernels)
 GEOFLOW_CHOOSE(SolverKernels, solver_kernels)
 GEOFLOW_CHOOSE(CpuSolver, cpu_solver)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 app = Commands()
 
 OF_THE_FLOW = (
-    *("preset", "coupling", "conditional_coupling", "ot_scope", "blend", "centre", "pca"),
+    *("preset", "coupling", "conditional_coupling", "blend", "centre", "pca"),
     "fixed_directions",
 )
 """Flags that mean nothing to a head."""
@@ -40,7 +40,7 @@ GROUPS = {
     "The run; the preset has the defaults": "steps batch_size lr warmup_steps seed accumulate ema_decay device "
     "compile_network",
     "Validation, checkpoints and logs; the preset has the defaults": "val_every patience checkpoint_every tensorboard",
-    "The flow; the preset has the defaults": "coupling conditional_coupling ot_scope centre pca blend fixed_directions",
+    "The flow; the preset has the defaults": "coupling conditional_coupling centre pca blend fixed_directions",
 }
 """The headings of the help, with the flags below them."""
 
@@ -99,10 +99,6 @@ def train(
     ] = None,
     conditional_coupling: Annotated[
         str | None, typer.Option(help="Coupling of conditional rows: independent, paper or c2ot.")
-    ] = None,
-    ot_scope: Annotated[
-        str | None,
-        typer.Option(help="With several ranks: one transport plan for all (global) or one per rank (local)."),
     ] = None,
     accumulate: Annotated[int | None, typer.Option(help="Divide each batch into this many pieces.")] = None,
     ema_decay: Annotated[float | None, typer.Option(help="Average the weights with this decay.")] = None,
@@ -181,7 +177,6 @@ def train(
     couplings = given(
         coupling=coupling,
         conditional_coupling=conditional_coupling,
-        ot_scope=ot_scope,
         blend=blend,
         fixed_directions=fixed_directions,
     )

@@ -187,6 +187,15 @@ def masked_interpolant(
     )
 
 
+def counter_noise(numbers: Tensor, width: int, seed: int, step: int, stream: int, unit: bool) -> Tensor:
+    """See `counter_noise_reference` of ops/counter_noise.py."""
+    numbers = numbers.contiguous()
+    out = torch.empty(len(numbers), width, dtype=torch.float32, device="cpu")
+    rows = _address(numbers, "numbers", torch.int64), len(numbers)
+    _built().counter_noise(*rows, width, seed % 2**64, step, stream, unit, out.data_ptr(), usable_threads())
+    return out
+
+
 class TransportMatrix:
     """The one large matrix of the CPU transport solver and the passes over it; csrc/cpu/sinkhorn_cpu.h explains them.
 

@@ -20,7 +20,7 @@ from geoflow_fast import ops
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.data.rows import Index
 from geoflow_fast.directions import ROW_ORDER, Counts, Direction
-from geoflow_fast.flow.curriculum import BatchPlan, draw_batch_plan
+from geoflow_fast.flow.curriculum import draw_batch_plan
 from geoflow_fast.flow.fields import Streams
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.manifolds import manifold_of
@@ -31,13 +31,6 @@ from geoflow_fast.training.config import TrainConfig
 from geoflow_fast.training.device_rows import DeviceRows, send
 from geoflow_fast.training.objective import B
 
-LANE_ROWS = 8
-"""Rows of a batch per lane. Row i is in lane i modulo the number of lanes, and the noise of each lane comes from a seed
-of its own. So the noise of a row does not depend on which other rows the same process makes."""
-
-LANES, COUNTERS = NOISE_SCHEMES = ("lanes", "counters")
-"""How the noise of a step is drawn: by generators of lanes on the CPU, or as a function of row numbers on any device.
-A checkpoint names the scheme of its run, which stays the same on whatever device the run is continued."""
 PLANS = ("paper", "sample")
 """Couplings that are read from a transport plan."""
 
@@ -230,55 +223,54 @@ def coupling_groups(counts: Counts, config: TrainConfig) -> list[tuple[slice, Di
 class BatchMaker:
     """Turns pairs into batches of the flow. A batch depends on its number alone.
 
-    A single process makes all rows of a batch; `ranks.RankBatchMaker` makes those of one rank. `own` are the numbers of
-    the rows made here, `lanes` tells for each lane which of them are in it, and `validation_rows` selects the rows of
-    validation batches.
+    Of `size` ranks, number `rank` makes every `size`-th row of a batch, so it has its share of every direction. A group
+    of rows that a plan couples is drawn, read and solved whole by each rank, which sends nothing.
     """
 
-    def __init__(self, flow: GeoFlow, pairs: EmbeddingPairs, config: TrainConfig) -> None:
+    def __init__(self, flow: GeoFlow, pairs: EmbeddingPairs, config: TrainConfig, rank: int = 0, size: int = 1) -> None:
+        if config.batch_size < size:
+            raise ValueError(f"batch_size={config.batch_size} is too small for {size} ranks")
         self.manifold = manifold_of(flow)
         self.device = next(flow.parameters()).device
-        self.scheme = COUNTERS if self.device.type == "cuda" else LANES
         self.flow, self.pairs, self.config = flow, pairs, config
         self.rows = DeviceRows(pairs, self.device) if self.device.type == "cuda" else None
         self.solved: LateValues[float] = LateValues(self.device)
         self.widths = flow.config.flow_dims
         self.curriculum = config.curriculum
         self.order = ShuffledBatches(len(pairs), config.batch_size, config.seed)
-        self.lane_count = max(1, config.batch_size // LANE_ROWS)
-        self.step = 0
-        self.validation_rows = slice(None)
-        self.take_rows(np.arange(config.batch_size))
-
-    def take_rows(self, own: Index) -> None:
-        """Makes only the rows `own`, ascending, of training batches from now on."""
-        lane = own % self.lane_count
-        self.own = own
-        self.numbers = torch.from_numpy(own).to(self.device)
-        self.lanes = {k: torch.from_numpy(np.flatnonzero(lane == k)) for k in np.unique(lane).tolist()}
+        self.share = slice(rank, None, size)
 
     def training(self, step: int) -> Batch:
         """The batch of a training step: shuffled pairs, coupled noise, and the directions and times of the
         curriculum."""
-        config, self.step = self.config, step
+        config = self.config
         generator = generator_for(config.seed, "batch", step)
         plan = draw_batch_plan(
             config.batch_size, self.joint_share(step), config.p_drop, generator, fixed=config.fixed_directions
         )
-        index, own = self.order[step][self.own], plan
-        if len(self.own) < config.batch_size:
-            own = plan.select(self.own)
+        every = np.arange(config.batch_size)
+        own = every[self.share]
+        groups = [group for group in coupling_groups(plan.counts, config) if group[2] != "independent"]
+        made = np.unique(np.concatenate([own, *(every[rows] for rows, _, _ in groups)]))
+        mine = plan.select(own)
+        index, kept = self.order[step][made], np.searchsorted(made, own)
+        carried = [*map(torch.from_numpy, (made, kept)), mine.t, mine.direction, mine.drop]
         if self.rows is None:
+            carried = [x.to(self.device) for x in carried]
             data = self._load(self.pairs, index)
         else:
-            sent = send((*self.rows.numbers(index), own.t, own.direction, own.drop), self.device)
-            data = self._in_flow(self.rows.gather(sent[:2], index))
-            own = BatchPlan(sent[3], own.counts, sent[2], sent[4])
-        noise = self._noise(step)
+            image, text, *carried = send((*self.rows.numbers(index), *carried), self.device)
+            data = self._in_flow(self.rows.gather((image, text), index))
+        numbers, places, t, codes, drop = carried
+        noise = self._noise("noise", step, numbers)
         seconds = 0.0
-        for rows, direction, rule in coupling_groups(plan.counts, config):
-            seconds += self.couple_group(noise, data, rows, direction, rule, generator)
-        return self._interpolate(noise, data, own, seconds, check=self.rows is None)
+        for rows, direction, rule in groups:
+            group = slice(*np.searchsorted(made, (rows.start, rows.stop)).tolist())
+            seconds += self.couple_group(noise, data, group, direction, rule, generator)
+        if len(own) < len(made):
+            noise, data = (noise[0][places], noise[1][places]), (data[0][places], data[1][places])
+        points = self.manifold.interpolant(noise, data, t, codes, drop, check=self.rows is None)
+        return Batch(*points, t, codes, mine.counts, seconds)
 
     def joint_share(self, step: int) -> float:
         """The share of joint rows in the batch of a step: the expected one, or the one that it has."""
@@ -290,8 +282,6 @@ class BatchMaker:
     ) -> float:
         """Reorders the data of a group of rows, in place, so that each row stands beside the noise it is coupled with.
         Returns how many seconds the coupling took."""
-        if rule == "independent":
-            return 0.0
         start = time.perf_counter()
         own = data[0][rows], data[1][rows]
         target = self.couple((noise[0][rows], noise[1][rows]), own, direction, rule, generator)
@@ -339,10 +329,12 @@ class BatchMaker:
         plan = draw_batch_plan(rows, self.config.p_joint, 0.0, generator)
         # Directions are sorted, so the pairs must be shuffled.
         index = index[torch.randperm(rows, generator=generator, device="cpu").numpy()]
-        normal = (torch.randn(rows, d, generator=generator, dtype=torch.float32, device="cpu") for d in self.widths)
-        image0, text0 = (self.manifold.from_normal(x).to(self.device, non_blocking=True) for x in normal)
-        mine = np.arange(rows)[self.validation_rows]
-        return self._interpolate((image0[mine], text0[mine]), self._load(pairs, index[mine]), plan.select(mine))
+        own = np.arange(rows)[self.share]
+        mine = plan.select(own)
+        noise = self._noise("validation noise", number, torch.from_numpy(own).to(self.device))
+        t, codes, drop = (x.to(self.device) for x in (mine.t, mine.direction, mine.drop))
+        points = self.manifold.interpolant(noise, self._load(pairs, index[own]), t, codes, drop)
+        return Batch(*points, t, codes, mine.counts)
 
     def _load(self, pairs: EmbeddingPairs, index: Index) -> Streams:
         """The pairs `index` [B] on the device, in the flow's coordinates."""
@@ -353,37 +345,11 @@ class BatchMaker:
         image, text = (self.flow.stream_to_flow(x, stream) for stream, x in enumerate(embeddings))
         return image, text
 
-    def _noise(self, step: int) -> Streams:
-        """Points of the base distribution for the rows made here, by the scheme of the run."""
-        if self.scheme == LANES:
-            return self._lane_noise(step)
-        entropy = (self.config.seed, *b"noise")
-        seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0])
+    def _noise(self, purpose: str, step: int, numbers: Tensor) -> Streams:
+        """Points of the base distribution for the rows `numbers` of a batch."""
+        seed = int(np.random.SeedSequence((self.config.seed, *purpose.encode())).generate_state(1, np.uint64)[0])
         unit = self.manifold.unit_norm
         image, text = (
-            ops.counter_noise(self.numbers, d, seed, step, stream, unit=unit) for stream, d in enumerate(self.widths)
+            ops.counter_noise(numbers, d, seed, step, stream, unit=unit) for stream, d in enumerate(self.widths)
         )
         return image, text
-
-    def _lane_noise(self, step: int) -> Streams:
-        """Points of the base distribution for the rows made here, drawn on the CPU, so that they do not depend on the
-        device."""
-        entropy = (self.config.seed, *b"noise", step)
-        seeds = np.random.SeedSequence(entropy).generate_state(self.lane_count, np.uint64) >> 1
-        generator = torch.Generator()
-        streams = [torch.empty(len(self.own), d, dtype=torch.float32, device="cpu") for d in self.widths]
-        for lane, rows in self.lanes.items():
-            generator.manual_seed(int(seeds[lane]))
-            for stream in streams:
-                stream[rows] = torch.randn(
-                    len(rows), stream.shape[1], generator=generator, dtype=torch.float32, device="cpu"
-                )
-        image, text = (self.manifold.from_normal(x).to(self.device, non_blocking=True) for x in streams)
-        return image, text
-
-    def _interpolate(
-        self, noise: Streams, data: Streams, plan: BatchPlan, seconds: float = 0.0, *, check: bool = True
-    ) -> Batch:
-        t, codes, drop = (x.to(self.device) for x in (plan.t, plan.direction, plan.drop))
-        points = self.manifold.interpolant(noise, data, t, codes, drop, check=check)
-        return Batch(*points, t, codes, plan.counts, seconds)

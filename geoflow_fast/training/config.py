@@ -14,7 +14,6 @@ from geoflow_fast.runtime import checks
 
 PRECISIONS = ("auto", "float32", "bfloat16")
 OPTIMIZERS = ("adamw", "adam", "sgd")
-OT_SCOPES = ("global", "local")
 EARLY_VALIDATIONS = 4
 """Validations between the start of a run and step `val_every`, at steps that double: few pairs are soon learned by
 heart."""
@@ -112,8 +111,7 @@ class TrainConfig(RunConfig):
     `coupling` pairs noise with data in joint rows: "paper" (row argmax of the entropic transport plan), "sample" (a
     draw from each row of the plan), "exact" (linear assignment) or "independent". `conditional_coupling` does the same
     in i2t and t2i rows: "independent", "paper" or "c2ot". A plan is solved among the rows that use it, with
-    regularisation `sinkhorn_eps`. `ot_scope`: with several ranks, one plan for the rows of all ("global") or one plan
-    per rank ("local").
+    regularisation `sinkhorn_eps`.
 
     Curriculum: the first `conditional_share` of the steps are conditional only; over the next `ramp_share` the
     probability of a joint row rises linearly to `p_joint`. `p_drop`: probability that a conditional row has its
@@ -140,7 +138,6 @@ class TrainConfig(RunConfig):
     coupling: str = "paper"
     conditional_coupling: str = "independent"
     sinkhorn_eps: float = 0.05
-    ot_scope: str = "global"
     conditional_share: float = 0.15
     ramp_share: float = 0.15
     p_joint: float = 0.40
@@ -154,7 +151,6 @@ class TrainConfig(RunConfig):
         self._check_shares("conditional_share", "ramp_share", "p_joint", "p_drop")
         checks.one_of(self.coupling, "coupling", COUPLINGS)
         checks.one_of(self.conditional_coupling, "conditional_coupling", CONDITIONAL_COUPLINGS)
-        checks.one_of(self.ot_scope, "ot_scope", OT_SCOPES)
 
     @classmethod
     def paper(cls) -> TrainConfig:

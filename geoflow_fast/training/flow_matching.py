@@ -24,16 +24,14 @@ from geoflow_fast.flow.config import MANY_CORES, GeoFlowConfig
 from geoflow_fast.flow.model import GeoFlow, save_weights
 from geoflow_fast.flow.precision import bfloat16_pays
 from geoflow_fast.flow.preprocess import Preprocess
-from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.device import usable_device
-from geoflow_fast.training.batches import NOISE_SCHEMES, Batch
+from geoflow_fast.training.batches import Batch, BatchMaker
 from geoflow_fast.training.blending import blend
 from geoflow_fast.training.config import TrainConfig
 from geoflow_fast.training.half import HalfTwin
 from geoflow_fast.training.logging import share_of_time
 from geoflow_fast.training.loop import Run, TrainReport, complete
 from geoflow_fast.training.objective import Objective
-from geoflow_fast.training.ranks import batch_maker
 
 PREPROCESS_ROWS, ANCHOR_ROWS = 100_000, 50_000
 WIDE_ENOUGH = 256
@@ -53,8 +51,7 @@ class FlowMatching(Objective[Batch]):
     ) -> None:
         super().__init__(flow, pairs, val, config, flow.config.to_json(), world)
         self.flow = flow
-        # A thread of its own makes the batches, so it needs connections of its own.
-        self.batches = batch_maker(flow, pairs, config, world.twin())
+        self.batches = BatchMaker(flow, pairs, config, world.rank, world.size)
 
     def prepare(self) -> None:
         """Fits centring and principal components, then the anchor, on the pairs or on a seeded sample of a large
@@ -135,14 +132,6 @@ class FlowMatching(Objective[Batch]):
 
     def kind(self, batch: Batch) -> Hashable:
         return batch.counts
-
-    def choices(self) -> dict[str, str]:
-        return {"noise": self.batches.scheme}
-
-    def adopt(self, choices: Mapping[str, str]) -> None:
-        scheme = choices["noise"]
-        checks.one_of(scheme, "the noise scheme of the run", NOISE_SCHEMES)
-        self.batches.scheme = scheme
 
     def metrics(self, batch: Batch, losses: Tensor, step: int, seconds: float) -> dict[str, float]:
         """Mean losses by direction, the probability of joint rows, and how long the coupling took."""

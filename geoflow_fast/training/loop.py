@@ -110,8 +110,8 @@ class Run(Generic[B]):
             with torch.device("cpu"):  # a counter besides the copy of the weights
                 self.averaged = AveragedModel(self.module, multi_avg_fn=get_ema_multi_avg_fn(config.ema_decay))
         automatic = "bfloat16" if objective.gains_from_bfloat16() else "float32"
-        precision = automatic if config.precision == "auto" else config.precision
-        self.choices = {"precision": precision, **objective.choices()}
+        # Chosen once: a run that is continued keeps its precision.
+        self.precision = automatic if config.precision == "auto" else config.precision
         self._made_twin: tuple[HalfTwin | None] | None = None
         # Loss and gradient norm of steps that a GPU may not have finished yet.
         self.outcomes: LateValues[int] = LateValues(self.device)
@@ -131,7 +131,7 @@ class Run(Generic[B]):
     @property
     def bfloat16(self) -> bool:
         """Whether products are those of bfloat16 numbers."""
-        return self.choices["precision"] == "bfloat16"
+        return self.precision == "bfloat16"
 
     def optimise(self, batch: B) -> tuple[Tensor, Tensor]:
         """Takes one step of the optimiser and returns (losses [B] of this rank's rows, gradient norm before clipping,
@@ -336,7 +336,7 @@ class Run(Generic[B]):
             "model": self.objective.facts,
             **self.fingerprints,
             **({} if self.outcome is None else {"outcome": self.outcome}),
-            "choices": self.choices,
+            "precision": self.precision,
         }
         tensors = {f"model.{name}": x for name, x in self.module.state_dict().items()}
         tensors |= {f"best.{name}": x for name, x in self.best.items()}
@@ -373,12 +373,7 @@ class Run(Generic[B]):
             setattr(self, key, info[key])
         self.improved_loss = info["reference_loss"]
         self.outcome = info.get("outcome")
-        self._keep_to(info["choices"])
-
-    def _keep_to(self, choices: dict[str, str]) -> None:
-        """Continues with what the run has chosen."""
-        self.choices = choices
-        self.objective.adopt(choices)
+        self.precision = info["precision"]
 
     def _check_same_run(self, path: Path, info: dict[str, Any]) -> None:
         own = {"model": self.objective.facts, "config": dataclasses.asdict(self.config)}

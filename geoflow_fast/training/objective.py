@@ -104,13 +104,6 @@ class Objective(ABC, Generic[B]):
         """What the work of a step depends on besides the shapes of the batch's tensors."""
         return None
 
-    def choices(self) -> dict[str, str]:
-        """What was chosen for this machine and changes the weights of a step. A run keeps to it on other machines."""
-        return {}
-
-    def adopt(self, choices: Mapping[str, str]) -> None:
-        """Keeps to the choices of a run that is continued."""
-
     def metrics(self, batch: B, losses: Tensor, step: int, seconds: float) -> dict[str, float]:  # noqa: ARG002
         """What is logged about a step besides the loss; the step took `seconds`. All ranks make this call at the same
         steps."""

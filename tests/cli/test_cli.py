@@ -175,7 +175,6 @@ def test_a_closed_pipe_is_not_an_error():
             "train --out run --pairs pairs --head --conditional-coupling c2ot",
             "--conditional-coupling is a setting of the flow",
         ),
-        ("train --out run --pairs pairs --head --ot-scope local", "--ot-scope is a setting of the flow"),
         ("train --out run --pairs pairs --head --centre", "--centre is a setting of the flow"),
         ("train --out run --pairs pairs --head --pca 3", "--pca is a setting of the flow"),
         ("train --out run --pairs pairs --head --config flow.toml", "--preset is a setting of the flow"),

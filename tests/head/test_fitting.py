@@ -274,7 +274,7 @@ def test_training_in_half_precision_works():
 def test_auto_trains_in_bfloat16_where_that_pays(monkeypatch, pays):
     monkeypatch.setattr(fitting, "bfloat16_pays", lambda _: pays)
     run = Run(objective(some_pairs(), dataclasses.replace(CONFIG, precision="auto")))
-    assert run.choices["precision"] == ("bfloat16" if pays else "float32")
+    assert run.precision == ("bfloat16" if pays else "float32")
     assert run.bfloat16 is pays
 
 

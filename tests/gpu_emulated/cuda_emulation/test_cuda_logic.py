@@ -407,6 +407,5 @@ def test_automatic_precision_asks_for_bfloat16_units_not_for_emulation(monkeypat
     nothing = mock.Mock(fingerprint=lambda: "")
     module = torch.nn.ParameterList([torch.nn.Parameter(cuda(2, 2))])
     objective = mock.Mock(module=module, config=gf.TrainConfig(ema_decay=None), pairs=nothing, val=nothing, world=ALONE)
-    objective.choices = dict
     objective.gains_from_bfloat16 = functools.partial(Objective.gains_from_bfloat16, objective)
     assert loop.Run(objective).bfloat16 is False
