@@ -6,6 +6,7 @@
 #include <array>
 #include <cstdint>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "cpu/cpu_features.h"
@@ -408,6 +409,39 @@ void bind_cuda_transport(py::module_& m) {
 
 #endif
 
+// (address of the table, segments, width, eps, by stream, threads)
+using SegmentArguments = std::tuple<Address, std::int64_t, std::int64_t, float, bool, int>;
+
+geoflow::SegmentShape segment_shape(const SegmentArguments& given) {
+    const auto [lines, count, width, eps, by_stream, threads] = given;
+    return {{at<const geoflow::Segment>(lines), count}, width, eps, by_stream, threads};
+}
+
+void bind_segments(py::module_& m, const geoflow::NetworkKernels& run) {
+    const auto release = py::call_guard<py::gil_scoped_release>();
+    m.def(
+        "adaln_segments",
+        [run](const SegmentArguments& shape, Address x, bool x_half, Address bias, Address shift, Address scale, Address y, bool y_half) {
+            run.adaln_segments(segment_shape(shape), at<const void>(x), x_half, at<const float>(bias), at<const float>(shift),
+                               at<const float>(scale), at<void>(y), y_half);
+        },
+        release);
+    m.def(
+        "gate_adaln_segments",
+        [run](const SegmentArguments& shape, std::int64_t heads, Address h, Address branch, Address layer_scale, Address shift,
+              Address scale, Address out, Address y, bool half) {
+            run.gate_adaln_segments(segment_shape(shape), heads, at<const float>(h), at<const void>(branch), at<const float>(layer_scale),
+                                    at<const float>(shift), at<const float>(scale), at<float>(out), at<void>(y), half);
+        },
+        release);
+    m.def(
+        "swiglu_segments",
+        [run](const SegmentArguments& shape, Address wide, Address inner, bool half) {
+            run.swiglu_segments(segment_shape(shape), at<const void>(wide), at<void>(inner), half);
+        },
+        release);
+}
+
 void bind_network(py::module_& m) {
     using geoflow::RowShape;
     using geoflow::RowsView;
@@ -415,14 +449,8 @@ void bind_network(py::module_& m) {
     const auto release = py::call_guard<py::gil_scoped_release>();
     m.def("adaln", run.adaln, release, "shape"_a, "eps"_a, "x"_a, "shift"_a, "scale"_a, "y"_a);
     m.def("adaln_backward", run.adaln_backward, release, "shape"_a, "eps"_a, "grad"_a, "x"_a, "scale"_a, "d_x"_a, "d_scale"_a);
-    m.def("adaln_jvp", run.adaln_jvp, release, "shape"_a, "eps"_a, "tangents"_a, "x"_a, "d_x"_a, "shift"_a, "scale"_a, "y"_a, "d_y"_a,
-          "half"_a);
     m.def("swiglu", run.swiglu, release, "shape"_a, "gate"_a, "value"_a, "y"_a);
     m.def("swiglu_backward", run.swiglu_backward, release, "shape"_a, "grad"_a, "gate"_a, "value"_a, "d_gate"_a, "d_value"_a);
-    m.def("swiglu_jvp", run.swiglu_jvp, release, "shape"_a, "tangents"_a, "gate"_a, "d_gate"_a, "value"_a, "d_value"_a, "y"_a, "d_y"_a,
-          "half"_a);
-    m.def("gate_residual_jvp", run.gate_residual_jvp, release, "shape"_a, "tangents"_a, "residual"_a, "d_residual"_a, "gate"_a,
-          "d_gate"_a, "value"_a, "d_value"_a, "layer_scale"_a, "y"_a, "d_y"_a, "half"_a);
     m.def(
         "gate_residual",
         [run](RowShape shape, float factor, RowsView residual, RowsView gate, RowsView value, RowsView layer_scale, Address keep,
@@ -454,6 +482,7 @@ void bind_network(py::module_& m) {
             run.keep_mask(count, share, seed, at<std::uint8_t>(keep), threads);
         },
         release, "count"_a, "share"_a, "seed"_a, "keep"_a, "threads"_a);
+    bind_segments(m, run);
     m.attr("reduction_rows") = geoflow::kReductionRows;
 }
 

@@ -11,21 +11,46 @@ namespace geoflow {
 // result does not depend on the number of threads.
 constexpr std::int64_t kReductionRows = 64;
 
+// The points of a solve in one stream and their tangents: a line of the table that `ops/segments.py` makes, whose fields are
+// explained there.
+struct Segment {
+    std::int32_t pairs, tangents, point, tangent, other_point, other_tangent, to_point, to_tangent, group, stream;
+};
+
+struct Segments {
+    const Segment* lines;
+    std::int64_t count;
+    const Segment* begin() const { return lines; }
+    const Segment* end() const { return lines + count; }
+};
+
+// Contiguous rows of `width`, eps of the norm, and whether shift and scale have a row for each stream or for each group.
+struct SegmentShape {
+    Segments segments;
+    std::int64_t width;
+    float eps;
+    bool by_stream;
+    int threads;
+};
+
 struct NetworkKernels {
     // y = (1 + scale) LayerNorm(x) + shift
     void (*adaln)(RowShape, float eps, RowsView x, RowsView shift, RowsView scale, RowsView y);
     // d_x, and per row d_scale; d_shift is grad itself.
     void (*adaln_backward)(RowShape, float eps, RowsView grad, RowsView x, RowsView scale, RowsView d_x, RowsView d_scale);
-    // y, and its derivatives d_y along the tangents d_x, both [tangents * R, H]. In the passes with tangents, what enters
-    // or leaves a product may be stored as bfloat16, as `half` says: here y and d_y.
-    void (*adaln_jvp)(RowShape, float eps, std::int64_t tangents, RowsView x, RowsView d_x, RowsView shift, RowsView scale,
-                      RowsView y, RowsView d_y, bool half);
     // y = silu(gate) value
     void (*swiglu)(RowShape, RowsView gate, RowsView value, RowsView y);
     void (*swiglu_backward)(RowShape, RowsView grad, RowsView gate, RowsView value, RowsView d_gate, RowsView d_value);
-    // half: all of them.
-    void (*swiglu_jvp)(RowShape, std::int64_t tangents, RowsView gate, RowsView d_gate, RowsView value, RowsView d_value,
-                       RowsView y, RowsView d_y, bool half);
+    // Of segments: (1 + scale) LayerNorm(x + bias) + shift; bias may be null. In these passes, what enters or leaves a product
+    // may be stored as bfloat16, as the flags say.
+    void (*adaln_segments)(const SegmentShape&, const void* x, bool x_half, const float* bias, const float* shift, const float* scale,
+                           void* y, bool y_half);
+    // out = h + layer_scale branch, and y = adaln(out). With heads, the branch of a row is sigmoid(gate) value: the gates stand in its
+    // own row of the products [R, 2 H], by head and before its values, and the values in the row of the other stream.
+    void (*gate_adaln_segments)(const SegmentShape&, std::int64_t heads, const float* h, const void* branch, const float* layer_scale,
+                                const float* shift, const float* scale, float* out, void* y, bool half);
+    // inner = silu(gate) value, of the two halves of wide.
+    void (*swiglu_segments)(const SegmentShape&, const void* wide, void* inner, bool half);
     // y = residual + layer_scale sigmoid(gate) value keep factor; gate and keep may be null.
     void (*gate_residual)(RowShape, float factor, RowsView residual, RowsView gate, RowsView value, RowsView layer_scale,
                           const std::uint8_t* keep, RowsView y);
@@ -33,10 +58,6 @@ struct NetworkKernels {
     void (*gate_residual_backward)(RowShape, float factor, RowsView grad, RowsView gate, RowsView value,
                                    RowsView layer_scale, const std::uint8_t* keep, RowsView d_gate, RowsView d_value,
                                    RowsView partial);
-    // half: gate, value and their tangents.
-    void (*gate_residual_jvp)(RowShape, std::int64_t tangents, RowsView residual, RowsView d_residual, RowsView gate,
-                              RowsView d_gate, RowsView value, RowsView d_value, RowsView layer_scale, RowsView y,
-                              RowsView d_y, bool half);
     // Per row in which the stream is generated: loss [R, 1] += |e|^2, e the part of v - target tangent at x.
     void (*flow_loss)(RowShape, const std::uint8_t* generated, RowsView v, RowsView target, RowsView x, RowsView loss);
     // d_v = 2 grad e; zero in the other rows, which are not read. grad is [R, 1].

@@ -3,7 +3,7 @@
 Per element of a [R, H] activation, in units of its size: adaln reads 1 (+2 with a shift and scale per row) and writes
 1, its backward reads 2 (+1) and writes 1 (+1); gate_residual reads 3 and writes 1, its backward reads 3 and writes 2;
 swiglu reads 2 and writes 1, its backward reads 3 and writes 2; flow_loss reads 3 d floats a row, its backward 3 d and
-writes d. A jvp reads the primal once for all K tangents. Arithmetic per element: adaln 8 FLOPs (backward 14),
+writes d. A segment reads its points once for all K tangents. Arithmetic per element: adaln 8 FLOPs (backward 14),
 gate_residual 4 and a sigmoid, swiglu 4 and a sigmoid, flow_loss 7; a tangent about as much again. That is 1 to 3 FLOPs
 a byte, a tenth of what either card could do meanwhile: bandwidth is the limit of all of them.
 
@@ -119,38 +119,6 @@ def adaln_backward_kernel(
         tl.store(d_scale + partial, tl.sum(dy * unit, axis=0), mask=column < width)
 
 
-@row_kernel
-def adaln_jvp_kernel(
-    x, dx, shift, scale, y, dy, group_size, tiles, width, tangents, x_stride, dx_row_stride, dx_stride, dy_stride, eps,
-    PER_ROW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    row, inside, group = _tile_rows(group_size, tiles, ROWS)
-    column = tl.arange(0, COLUMNS)
-    valid = inside[:, None] & (column < width)[None, :]
-    at = row[:, None] * width + column[None, :]
-    value = tl.load(x + row[:, None] * x_stride + column[None, :], mask=valid, other=0.0).to(tl.float32)
-    unit, rstd = _normalise(value, valid, width, eps)
-    factor = 1.0 + _shared(scale, row, group, column, valid, width, PER_ROW)
-    tl.store(y + at, unit * factor + _shared(shift, row, group, column, valid, width, PER_ROW), mask=valid)
-    from_at = dx + row[:, None] * dx_row_stride + column[None, :]
-    to_at = dy + at
-    for _ in range(tangents):
-        tangent = tl.load(from_at, mask=valid, other=0.0).to(tl.float32)
-        mean = tl.sum(tangent, axis=1) / width
-        along = tl.sum(tangent * unit, axis=1) / width
-        out = rstd[:, None] * (tangent - mean[:, None] - unit * along[:, None]) * factor
-        tl.store(to_at, out, mask=valid)
-        from_at += dx_stride
-        to_at += dy_stride
-
-
-def _new_outputs(like: Tensor, rows: int, width: int, tangents: int) -> Pair:
-    """Memory for what a jvp writes: the primal [R, H] and its tangents [K, R, H]."""
-    shapes = (rows, width), (tangents, rows, width)
-    y, dy = (torch.empty(shape, dtype=like.dtype, device=like.device) for shape in shapes)
-    return y, dy
-
-
 def adaln_half(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
     """See `adaln_half_reference`."""
     return adaln(x, shift, scale, eps, torch.bfloat16)
@@ -191,23 +159,6 @@ def adaln_backward(grad: Tensor, x: Tensor, scale: Tensor, eps: float) -> tuple[
         return dx, scale.new_empty(0), d_scale
     d_shift = scale.new_empty(0) if rows == groups.count else d_shift.sum(1)
     return dx, d_shift.to(scale.dtype), d_scale.sum(1).to(scale.dtype)
-
-
-def adaln_jvp(
-    x: Tensor, dx: Tensor, shift: Tensor, scale: Tensor, eps: float, *, out: Pair | None = None
-) -> tuple[Tensor, Tensor]:
-    """See `adaln_jvp_reference`."""
-    rows, width = x.shape
-    x, dx, shift, scale = by_rows(x), by_rows(dx), shift.contiguous(), scale.contiguous()
-    tile = row_tile(width)
-    groups = Groups.of(rows, scale.shape[0], tile)
-    y, dy = out or _new_outputs(x, rows, width, dx.shape[0])
-    launch(
-        adaln_jvp_kernel, (groups.count * groups.tiles,), x, dx, shift, scale, y, dy, groups.size, groups.tiles, width,
-        dx.shape[0], x.stride(0), dx.stride(1), dx.stride(0), dy.stride(0), eps, PER_ROW=groups.per_row, ROWS=tile.rows,
-        COLUMNS=tile.columns, **tile.options,
-    )  # fmt: skip
-    return y, dy
 
 
 @triton.jit
@@ -266,35 +217,6 @@ def gate_residual_backward_kernel(
         tl.store(d_layer_scale + partial, tl.sum(dy * branch, axis=0), mask=column < width)
 
 
-@row_kernel
-def gate_residual_jvp_kernel(
-    residual, d_residual, gate, d_gate, value, d_value, layer_scale, out, d_out, group_size, tiles, width, tangents,
-    tangent_stride, HAS_GATE: tl.constexpr, PER_ROW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    row, inside, group = _tile_rows(group_size, tiles, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    valid = inside[:, None] & (column < width)[None, :]
-    at = row[:, None] * width + column[None, :]
-    content = tl.load(value + at, mask=valid, other=0.0).to(tl.float32)
-    scale = _shared(layer_scale, row, group, column, valid, width, PER_ROW)
-    before = tl.load(residual + at, mask=valid, other=0.0).to(tl.float32)
-    along_value = scale
-    along_gate = scale
-    if HAS_GATE:
-        open_by = _sigmoid(tl.load(gate + at, mask=valid, other=0.0).to(tl.float32))
-        along_value = scale * open_by
-        along_gate = along_value * (1.0 - open_by) * content
-    tl.store(out + at, before + along_value * content, mask=valid)
-    there = at
-    for _ in range(tangents):
-        tangent = tl.load(d_residual + there, mask=valid, other=0.0).to(tl.float32)
-        tangent += along_value * tl.load(d_value + there, mask=valid, other=0.0).to(tl.float32)
-        if HAS_GATE:
-            tangent += along_gate * tl.load(d_gate + there, mask=valid, other=0.0).to(tl.float32)
-        tl.store(d_out + there, tangent, mask=valid)
-        there += tangent_stride
-
-
 def gate_residual(
     residual: Tensor, gate: Tensor | None, value: Tensor, layer_scale: Tensor, keep: Tensor | None, dropout: float
 ) -> Tensor:
@@ -342,36 +264,6 @@ def _mask_bytes(keep: Tensor | None, stand_in: Tensor) -> Tensor:
     return stand_in if keep is None else keep.contiguous().view(torch.int8)
 
 
-def gate_residual_jvp(
-    residual: Tensor,
-    d_residual: Tensor,
-    gate: Tensor | None,
-    d_gate: Tensor | None,
-    value: Tensor,
-    d_value: Tensor,
-    layer_scale: Tensor,
-    *,
-    out: Pair | None = None,
-) -> tuple[Tensor, Tensor]:
-    """See `gate_residual_jvp_reference`."""
-    rows, width = residual.shape
-    residual, d_residual, value, d_value, layer_scale = (
-        x.contiguous() for x in (residual, d_residual, value, d_value, layer_scale)
-    )
-    logits = value if gate is None else gate.contiguous()
-    d_logits = d_value if d_gate is None else d_gate.contiguous()
-    tile = element_tile(width)
-    groups = Groups.of(rows, layer_scale.shape[0], tile)
-    y, dy = out or _new_outputs(residual, rows, width, d_residual.shape[0])
-    launch(
-        gate_residual_jvp_kernel, (groups.count * groups.tiles, triton.cdiv(width, tile.columns)), residual, d_residual,
-        logits, d_logits, value, d_value, layer_scale, y, dy, groups.size, groups.tiles, width,
-        d_residual.shape[0], d_residual.stride(0), HAS_GATE=gate is not None, PER_ROW=groups.per_row, ROWS=tile.rows,
-        COLUMNS=tile.columns, **tile.options,
-    )  # fmt: skip
-    return y, dy
-
-
 @row_kernel
 def swiglu_kernel(gate, value, out, rows, width, in_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -400,30 +292,6 @@ def swiglu_backward_kernel(
     to = row[:, None] * out_stride + column[None, :]
     tl.store(d_gate + to, dy * y * (sigmoid + silu * (1.0 - sigmoid)), mask=valid)
     tl.store(d_value + to, dy * silu, mask=valid)
-
-
-@row_kernel
-def swiglu_jvp_kernel(
-    gate, value, d_gate, d_value, out, d_out, rows, width, tangents, in_stride, d_in_stride, d_out_stride,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    valid = (row < rows)[:, None] & (column < width)[None, :]
-    at = row[:, None] * in_stride + column[None, :]
-    to = row[:, None] * width + column[None, :]
-    x = tl.load(gate + at, mask=valid, other=0.0).to(tl.float32)
-    y = tl.load(value + at, mask=valid, other=0.0).to(tl.float32)
-    sigmoid = _sigmoid(x)
-    silu = x * sigmoid
-    slope = y * (sigmoid + silu * (1.0 - sigmoid))
-    tl.store(out + to, silu * y, mask=valid)
-    for _ in range(tangents):
-        tangent = slope * tl.load(d_gate + at, mask=valid, other=0.0).to(tl.float32)
-        tangent += silu * tl.load(d_value + at, mask=valid, other=0.0).to(tl.float32)
-        tl.store(d_out + to, tangent, mask=valid)
-        at += d_in_stride
-        to += d_out_stride
 
 
 def _two_halves(gate: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -463,23 +331,6 @@ def swiglu_backward(grad: Tensor, gate: Tensor, value: Tensor | None) -> tuple[T
         COLUMNS=tile.columns, **tile.options,
     )  # fmt: skip
     return d_gate, gate.new_empty(0) if d_value is None else d_value
-
-
-def swiglu_jvp(
-    gate: Tensor, d_gate: Tensor, value: Tensor | None, d_value: Tensor | None, *, out: Pair | None = None
-) -> tuple[Tensor, Tensor]:
-    """See `swiglu_jvp_reference`."""
-    first, second = _two_halves(gate, value)
-    d_first, d_second = _two_halves(d_gate, d_value)
-    rows, width = first.shape
-    tile = element_tile(width)
-    y, dy = out or _new_outputs(gate, rows, width, d_gate.shape[0])
-    launch(
-        swiglu_jvp_kernel, (triton.cdiv(rows, tile.rows), triton.cdiv(width, tile.columns)), first, second, d_first,
-        d_second, y, dy, rows, width, d_gate.shape[0], first.stride(0), d_first.stride(0), dy.stride(0),
-        ROWS=tile.rows, COLUMNS=tile.columns, **tile.options,
-    )  # fmt: skip
-    return y, dy
 
 
 @triton.jit

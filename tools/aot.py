@@ -259,7 +259,6 @@ def _network(
     groups: int = 1,
     gate: bool = True,
     keep: bool = True,
-    tangents: int = 2,
 ) -> Callable[[], object]:
     """A call of one function of `network` with [rows, width] activations and parameters in `groups` rows."""
 
@@ -269,17 +268,13 @@ def _network(
 
         parameter = _cuda(groups, width, dtype=dtype)
         logits, kept = x() if gate else None, _cuda(rows, width, dtype=torch.int8).view(torch.bool) if keep else None
-        tangent = x(tangents)
         arguments: dict[str, tuple[Any, ...]] = {
             "adaln": (x(), parameter, parameter, 1e-6),
             "adaln_backward": (x(), x(), parameter, 1e-6),
-            "adaln_jvp": (x(), tangent, parameter, parameter, 1e-6),
             "gate_residual": (x(), logits, x(), parameter, kept, 0.05),
             "gate_residual_backward": (x(), logits, x(), parameter, kept, 0.05),
-            "gate_residual_jvp": (x(), tangent, logits, tangent if gate else None, x(), tangent, parameter),
             "swiglu": (x(), x()),
             "swiglu_backward": (x(), x(), x()),
-            "swiglu_jvp": (x(), tangent, x(), tangent),
             "flow_loss": (x(), x(), x(), x(), x(), x(), _cuda(rows, dtype=torch.int8)),
             "flow_loss_backward": (_cuda(rows), x(), x(), x(), x(), x(), x(), _cuda(rows, dtype=torch.int8)),
         }  # fmt: skip
@@ -340,13 +335,10 @@ NETWORK = {
     # function: (columns of the paper's network, [R, H] arrays read and written in float32)
     "adaln": (512, 4),
     "adaln_backward": (512, 5),
-    "adaln_jvp": (512, 6),
     "gate_residual": (512, 4.25),
     "gate_residual_backward": (512, 5.25),
-    "gate_residual_jvp": (512, 12),
     "swiglu": (1408, 3),
     "swiglu_backward": (1408, 5),
-    "swiglu_jvp": (1408, 9),
     "flow_loss": (1024, 6),
     "flow_loss_backward": (1024, 8),
 }
@@ -390,7 +382,7 @@ def table_cases() -> list[Case]:
     ]
     for name, (width, arrays) in NETWORK.items():
         rows = 8192 if name.startswith("flow_loss") else 16384
-        groups = rows if name.startswith("adaln") and not name.endswith("jvp") else 1
+        groups = rows if name.startswith("adaln") else 1
         call = _network(name, rows, width, groups=groups)
         cases.append(Case(f"{name} {rows} x {width}", call, megabytes=arrays * rows * width * 4 / 1e6))
     for name, (width, arrays) in SEGMENTS.items():
@@ -446,7 +438,7 @@ def configuration_cases() -> list[Case]:
                     label = f"{name} {TYPES[dtype]} H={width} gated={gated}"
                     cases.append(Case(label, _segments(name, 8, width, dtype, gated)))
     for name in ("adaln", "gate_residual"):
-        for kernel in (name, f"{name}_backward", f"{name}_jvp"):
+        for kernel in (name, f"{name}_backward"):
             for groups in (1, 4, 64):
                 for gate, keep in ((True, False), (False, True)) if name == "gate_residual" else ((True, True),):
                     label = f"{kernel} groups={groups} gate={gate} keep={keep}"

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #include "network.h"
 #include "simd.h"
@@ -16,12 +17,7 @@ namespace {
 using geoflow::RowShape;
 using geoflow::RowsView;
 
-// Rows that enter or leave a product may be stored as bfloat16: T is float or BFloat16.
-template <class T>
-T* stored_row(RowsView view, std::int64_t index) {
-    return reinterpret_cast<T*>(view.data) + index * view.stride;
-}
-
+// What enters or leaves a product may be stored as bfloat16: T is float or BFloat16.
 template <class T>
 T narrowed(float x);
 
@@ -125,56 +121,14 @@ void adaln_backward(RowShape shape, float eps, RowsView grad, RowsView x, RowsVi
     }
 }
 
-template <class T>
-void adaln_tangent_row(const float* __restrict x, const float* __restrict d_x, const float* __restrict scale,
-                       T* __restrict d_y, Moments m, std::int64_t width) {
-    float sum = 0, along = 0;
-#pragma omp simd reduction(+ : sum, along)
-    for (std::int64_t k = 0; k < width; ++k) {
-        sum += d_x[k];
-        along += d_x[k] * ((x[k] - m.mean) * m.rstd);
-    }
-    sum /= width;
-    along /= width;
+void swiglu_row(const float* __restrict gate, const float* __restrict value, float* __restrict y, std::int64_t width) {
 #pragma omp simd
-    for (std::int64_t k = 0; k < width; ++k) {
-        const float unit = (x[k] - m.mean) * m.rstd;
-        d_y[k] = narrowed<T>(m.rstd * (d_x[k] - sum - unit * along) * (1 + scale[k]));
-    }
-}
-
-template <class T>
-void adaln_jvp_of(RowShape shape, float eps, std::int64_t tangents, RowsView x, RowsView d_x, RowsView shift,
-                  RowsView scale, RowsView y, RowsView d_y) {
-#pragma omp parallel for num_threads(shape.threads) schedule(static)
-    for (std::int64_t r = 0; r < shape.rows; ++r) {
-        const std::int64_t group = r / shape.rows_per_group;
-        const Moments m = moments(row(x, r), shape.width, eps);
-        adaln_row(row(x, r), row(shift, group), row(scale, group), stored_row<T>(y, r), m, shape.width);
-        for (std::int64_t t = 0; t < tangents; ++t) {
-            const std::int64_t at = t * shape.rows + r;
-            adaln_tangent_row(row(x, r), row(d_x, at), row(scale, group), stored_row<T>(d_y, at), m, shape.width);
-        }
-    }
-}
-
-void adaln_jvp(RowShape shape, float eps, std::int64_t tangents, RowsView x, RowsView d_x, RowsView shift, RowsView scale,
-               RowsView y, RowsView d_y, bool half) {
-    (half ? adaln_jvp_of<BFloat16> : adaln_jvp_of<float>)(shape, eps, tangents, x, d_x, shift, scale, y, d_y);
-}
-
-template <class T>
-void swiglu_row(const T* __restrict gate, const T* __restrict value, T* __restrict y, std::int64_t width) {
-#pragma omp simd
-    for (std::int64_t k = 0; k < width; ++k) {
-        const float g = widen(gate[k]);
-        y[k] = narrowed<T>(g * sigmoid(g) * widen(value[k]));
-    }
+    for (std::int64_t k = 0; k < width; ++k) y[k] = gate[k] * sigmoid(gate[k]) * value[k];
 }
 
 void swiglu(RowShape shape, RowsView gate, RowsView value, RowsView y) {
 #pragma omp parallel for num_threads(shape.threads) schedule(static)
-    for (std::int64_t r = 0; r < shape.rows; ++r) swiglu_row<float>(row(gate, r), row(value, r), row(y, r), shape.width);
+    for (std::int64_t r = 0; r < shape.rows; ++r) swiglu_row(row(gate, r), row(value, r), row(y, r), shape.width);
 }
 
 void swiglu_backward_row(const float* __restrict grad, const float* __restrict gate, const float* __restrict value,
@@ -193,44 +147,14 @@ void swiglu_backward(RowShape shape, RowsView grad, RowsView gate, RowsView valu
         swiglu_backward_row(row(grad, r), row(gate, r), row(value, r), row(d_gate, r), row(d_value, r), shape.width);
 }
 
-template <class T>
-void swiglu_tangent_row(const T* __restrict gate, const T* __restrict d_gate, const T* __restrict value,
-                        const T* __restrict d_value, T* __restrict d_y, std::int64_t width) {
-#pragma omp simd
-    for (std::int64_t k = 0; k < width; ++k) {
-        const float g = widen(gate[k]), s = sigmoid(g), silu = g * s;
-        d_y[k] = narrowed<T>((s + silu * (1 - s)) * widen(value[k]) * widen(d_gate[k]) + silu * widen(d_value[k]));
-    }
-}
-
-template <class T>
-void swiglu_jvp_of(RowShape shape, std::int64_t tangents, RowsView gate, RowsView d_gate, RowsView value, RowsView d_value,
-                   RowsView y, RowsView d_y) {
-#pragma omp parallel for num_threads(shape.threads) schedule(static)
-    for (std::int64_t r = 0; r < shape.rows; ++r) {
-        const T *own_gate = stored_row<T>(gate, r), *own_value = stored_row<T>(value, r);
-        swiglu_row(own_gate, own_value, stored_row<T>(y, r), shape.width);
-        for (std::int64_t t = 0; t < tangents; ++t) {
-            const std::int64_t at = t * shape.rows + r;
-            swiglu_tangent_row<T>(own_gate, stored_row<T>(d_gate, at), own_value, stored_row<T>(d_value, at),
-                                  stored_row<T>(d_y, at), shape.width);
-        }
-    }
-}
-
-void swiglu_jvp(RowShape shape, std::int64_t tangents, RowsView gate, RowsView d_gate, RowsView value, RowsView d_value,
-                RowsView y, RowsView d_y, bool half) {
-    (half ? swiglu_jvp_of<BFloat16> : swiglu_jvp_of<float>)(shape, tangents, gate, d_gate, value, d_value, y, d_y);
-}
-
-template <bool kGate, bool kKeep, class T>
-void gate_residual_row(const float* __restrict residual, const T* __restrict gate, const T* __restrict value,
+template <bool kGate, bool kKeep>
+void gate_residual_row(const float* __restrict residual, const float* __restrict gate, const float* __restrict value,
                        const float* __restrict layer_scale, const std::uint8_t* __restrict keep, float factor,
                        float* __restrict y, std::int64_t width) {
 #pragma omp simd
     for (std::int64_t k = 0; k < width; ++k) {
-        float branch = widen(value[k]) * layer_scale[k];
-        if (kGate) branch *= sigmoid(widen(gate[k]));
+        float branch = value[k] * layer_scale[k];
+        if (kGate) branch *= sigmoid(gate[k]);
         if (kKeep) branch *= factor * static_cast<float>(keep[k]);
         y[k] = residual[k] + branch;
     }
@@ -241,7 +165,7 @@ void gate_residual_of(RowShape shape, float factor, RowsView residual, RowsView 
                       RowsView layer_scale, const std::uint8_t* keep, RowsView y) {
 #pragma omp parallel for num_threads(shape.threads) schedule(static)
     for (std::int64_t r = 0; r < shape.rows; ++r)
-        gate_residual_row<kGate, kKeep, float>(row(residual, r), kGate ? row(gate, r) : nullptr, row(value, r),
+        gate_residual_row<kGate, kKeep>(row(residual, r), kGate ? row(gate, r) : nullptr, row(value, r),
                                                row(layer_scale, r / shape.rows_per_group),
                                                kKeep ? keep + r * shape.width : nullptr, factor, row(y, r), shape.width);
 }
@@ -297,48 +221,6 @@ void gate_residual_backward(RowShape shape, float factor, RowsView grad, RowsVie
     run(shape, factor, grad, gate, value, layer_scale, keep, d_gate, d_value, partial);
 }
 
-template <bool kGate, class T>
-void gate_residual_tangent_row(const float* __restrict d_residual, const T* __restrict gate, const T* __restrict d_gate,
-                               const T* __restrict value, const T* __restrict d_value,
-                               const float* __restrict layer_scale, float* __restrict d_y, std::int64_t width) {
-#pragma omp simd
-    for (std::int64_t k = 0; k < width; ++k) {
-        float branch = widen(d_value[k]);
-        if (kGate) {
-            const float s = sigmoid(widen(gate[k]));
-            branch = s * (branch + (1 - s) * widen(value[k]) * widen(d_gate[k]));
-        }
-        d_y[k] = d_residual[k] + layer_scale[k] * branch;
-    }
-}
-
-template <bool kGate, class T>
-void gate_residual_jvp_of(RowShape shape, std::int64_t tangents, RowsView residual, RowsView d_residual, RowsView gate,
-                          RowsView d_gate, RowsView value, RowsView d_value, RowsView layer_scale, RowsView y,
-                          RowsView d_y) {
-#pragma omp parallel for num_threads(shape.threads) schedule(static)
-    for (std::int64_t r = 0; r < shape.rows; ++r) {
-        const float* scale = row(layer_scale, r / shape.rows_per_group);
-        const T *own_gate = kGate ? stored_row<T>(gate, r) : nullptr, *own_value = stored_row<T>(value, r);
-        gate_residual_row<kGate, false, T>(row(residual, r), own_gate, own_value, scale, nullptr, 1.0f, row(y, r),
-                                           shape.width);
-        for (std::int64_t t = 0; t < tangents; ++t) {
-            const std::int64_t at = t * shape.rows + r;
-            gate_residual_tangent_row<kGate, T>(row(d_residual, at), own_gate, kGate ? stored_row<T>(d_gate, at) : nullptr,
-                                                own_value, stored_row<T>(d_value, at), scale, row(d_y, at), shape.width);
-        }
-    }
-}
-
-void gate_residual_jvp(RowShape shape, std::int64_t tangents, RowsView residual, RowsView d_residual, RowsView gate,
-                       RowsView d_gate, RowsView value, RowsView d_value, RowsView layer_scale, RowsView y, RowsView d_y,
-                       bool half) {
-    const auto run = gate.data ? (half ? gate_residual_jvp_of<true, BFloat16> : gate_residual_jvp_of<true, float>)
-                               : (half ? gate_residual_jvp_of<false, BFloat16> : gate_residual_jvp_of<false, float>);
-    run(shape, tangents, residual, d_residual, gate, d_gate, value, d_value, layer_scale, y, d_y);
-}
-
-// Finaliser of MurmurHash3: every input bit flips every output bit with probability close to a half.
 // <x, v - target>
 float error_along(const float* __restrict v, const float* __restrict target, const float* __restrict x,
                   std::int64_t width) {
@@ -380,6 +262,7 @@ void flow_loss_backward(RowShape shape, const std::uint8_t* generated, RowsView 
     }
 }
 
+// Finaliser of MurmurHash3: every input bit flips every output bit with probability close to a half.
 inline std::uint32_t mix(std::uint32_t h) {
     h = (h ^ (h >> 16)) * 0x85ebca6bu;
     h = (h ^ (h >> 13)) * 0xc2b2ae35u;
@@ -403,10 +286,200 @@ void keep_mask(std::int64_t count, double share, std::uint32_t seed, std::uint8_
     }
 }
 
+// ---- segments: points and tangents of several solves, of both streams ----
+//
+// A segment's tangents share what depends on its points alone: the moments of a row, and the slopes of gates. These stand in
+// rows of scratch memory, one set for each thread.
+
+template <class X, class Y>
+void adaln_tangent_row(const float* __restrict x, const X* __restrict d_x, const float* __restrict scale, Y* __restrict d_y,
+                       Moments m, std::int64_t width) {
+    float sum = 0, along = 0;
+#pragma omp simd reduction(+ : sum, along)
+    for (std::int64_t k = 0; k < width; ++k) {
+        sum += widen(d_x[k]);
+        along += widen(d_x[k]) * ((x[k] - m.mean) * m.rstd);
+    }
+    sum /= width;
+    along /= width;
+#pragma omp simd
+    for (std::int64_t k = 0; k < width; ++k) {
+        const float unit = (x[k] - m.mean) * m.rstd;
+        d_y[k] = narrowed<Y>(m.rstd * (widen(d_x[k]) - sum - unit * along) * (1 + scale[k]));
+    }
+}
+
+template <class X>
+void widen_row(const X* __restrict x, const float* __restrict bias, float* __restrict y, std::int64_t width) {
+#pragma omp simd
+    for (std::int64_t k = 0; k < width; ++k) y[k] = widen(x[k]) + bias[k];
+}
+
+// X and Y: how x and y are stored.
+template <class X, class Y>
+void adaln_segments_of(const geoflow::SegmentShape& shape, const X* x, const float* bias, const float* shift, const float* scale,
+                       Y* y) {
+    const std::int64_t width = shape.width;
+#pragma omp parallel num_threads(shape.threads)
+    {
+        std::vector<float> wide(width), zero(bias ? 0 : width);
+        for (const geoflow::Segment& s : shape.segments) {
+            const std::int64_t group = shape.by_stream ? s.stream : s.group;
+            const float *own_shift = shift + group * width, *own_scale = scale + group * width;
+            const float* own_bias = bias ? bias + s.stream * width : zero.data();
+#pragma omp for schedule(static) nowait
+            for (std::int64_t r = 0; r < s.pairs; ++r) {
+                widen_row(x + (s.point + r) * width, own_bias, wide.data(), width);
+                const Moments m = moments(wide.data(), width, shape.eps);
+                adaln_row(wide.data(), own_shift, own_scale, y + (s.to_point + r) * width, m, width);
+                for (std::int64_t t = 0, at = r; t < s.tangents; ++t, at += s.pairs)
+                    adaln_tangent_row(wide.data(), x + (s.tangent + at) * width, own_scale, y + (s.to_tangent + at) * width, m, width);
+            }
+        }
+    }
+}
+
+void adaln_segments(const geoflow::SegmentShape& shape, const void* x, bool x_half, const float* bias, const float* shift,
+                    const float* scale, void* y, bool y_half) {
+    const auto run = [&](auto from, auto to) {
+        adaln_segments_of(shape, static_cast<const decltype(from)*>(x), bias, shift, scale, static_cast<decltype(to)*>(y));
+    };
+    if (x_half)
+        y_half ? run(BFloat16{}, BFloat16{}) : run(BFloat16{}, 0.0f);
+    else
+        y_half ? run(0.0f, BFloat16{}) : run(0.0f, 0.0f);
+}
+
+// What a tangent of a cross-gate adds up from: d_out = d_h + to_value d_value + to_gate d_gate.
+template <class T>
+void gate_point_row(const float* __restrict h, const T* __restrict gate, const T* __restrict value,
+                    const float* __restrict layer_scale, float* __restrict to_value, float* __restrict to_gate,
+                    float* __restrict out, std::int64_t width) {
+#pragma omp simd
+    for (std::int64_t k = 0; k < width; ++k) {
+        const float s = sigmoid(widen(gate[k])), content = widen(value[k]);
+        to_value[k] = layer_scale[k] * s;
+        to_gate[k] = to_value[k] * (1 - s) * content;
+        out[k] = h[k] + to_value[k] * content;
+    }
+}
+
+template <class T>
+void gate_tangent_row(const float* __restrict d_h, const T* __restrict d_gate, const T* __restrict d_value,
+                      const float* __restrict to_value, const float* __restrict to_gate, float* __restrict d_out,
+                      std::int64_t width) {
+#pragma omp simd
+    for (std::int64_t k = 0; k < width; ++k)
+        d_out[k] = d_h[k] + to_value[k] * widen(d_value[k]) + to_gate[k] * widen(d_gate[k]);
+}
+
+template <class T>
+void scaled_sum_row(const float* __restrict h, const T* __restrict branch, const float* __restrict layer_scale,
+                    float* __restrict out, std::int64_t width) {
+#pragma omp simd
+    for (std::int64_t k = 0; k < width; ++k) out[k] = h[k] + layer_scale[k] * widen(branch[k]);
+}
+
+template <class T>
+void gate_adaln_segments_of(const geoflow::SegmentShape& shape, std::int64_t heads, const float* h, const T* branch,
+                            const float* layer_scale, const float* shift, const float* scale, float* out, T* y) {
+    const std::int64_t width = shape.width, part = heads ? width / heads : width, pitch = heads ? 2 * width : width;
+#pragma omp parallel num_threads(shape.threads)
+    {
+        std::vector<float> to_value(heads ? width : 0), to_gate(heads ? width : 0);
+        for (const geoflow::Segment& s : shape.segments) {
+            const std::int64_t group = shape.by_stream ? s.stream : s.group;
+            const float *own_shift = shift + group * width, *own_scale = scale + group * width;
+            const float* weight = layer_scale + s.stream * width;
+#pragma omp for schedule(static) nowait
+            for (std::int64_t r = 0; r < s.pairs; ++r) {
+                float* point = out + (s.to_point + r) * width;
+                const float* before = h + (s.point + r) * width;
+                if (!heads) scaled_sum_row(before, branch + (s.point + r) * width, weight, point, width);
+                for (std::int64_t head = 0; head < heads; ++head) {
+                    const std::int64_t first = head * part, gates = 2 * first;
+                    gate_point_row(before + first, branch + (s.point + r) * pitch + gates,
+                                   branch + (s.other_point + r) * pitch + gates + part, weight + first, to_value.data() + first,
+                                   to_gate.data() + first, point + first, part);
+                }
+                const Moments m = moments(point, width, shape.eps);
+                adaln_row(point, own_shift, own_scale, y + (s.to_point + r) * width, m, width);
+                for (std::int64_t t = 0, at = r; t < s.tangents; ++t, at += s.pairs) {
+                    float* tangent = out + (s.to_tangent + at) * width;
+                    const float* d_before = h + (s.tangent + at) * width;
+                    if (!heads) scaled_sum_row(d_before, branch + (s.tangent + at) * width, weight, tangent, width);
+                    for (std::int64_t head = 0; head < heads; ++head) {
+                        const std::int64_t first = head * part, gates = 2 * first;
+                        gate_tangent_row(d_before + first, branch + (s.tangent + at) * pitch + gates,
+                                         branch + (s.other_tangent + at) * pitch + gates + part, to_value.data() + first,
+                                         to_gate.data() + first, tangent + first, part);
+                    }
+                    adaln_tangent_row(point, tangent, own_scale, y + (s.to_tangent + at) * width, m, width);
+                }
+            }
+        }
+    }
+}
+
+void gate_adaln_segments(const geoflow::SegmentShape& shape, std::int64_t heads, const float* h, const void* branch,
+                         const float* layer_scale, const float* shift, const float* scale, float* out, void* y, bool half) {
+    const auto run = [&](auto kind) {
+        using T = decltype(kind);
+        gate_adaln_segments_of(shape, heads, h, static_cast<const T*>(branch), layer_scale, shift, scale, out, static_cast<T*>(y));
+    };
+    half ? run(BFloat16{}) : run(0.0f);
+}
+
+// d_y = slope d_gate + silu d_value
+template <class T>
+void swiglu_point_row(const T* __restrict gate, const T* __restrict value, float* __restrict slope, float* __restrict silu,
+                      T* __restrict y, std::int64_t width) {
+#pragma omp simd
+    for (std::int64_t k = 0; k < width; ++k) {
+        const float g = widen(gate[k]), s = sigmoid(g), content = widen(value[k]);
+        silu[k] = g * s;
+        slope[k] = (s + silu[k] * (1 - s)) * content;
+        y[k] = narrowed<T>(silu[k] * content);
+    }
+}
+
+template <class T>
+void swiglu_tangent_row(const T* __restrict d_gate, const T* __restrict d_value, const float* __restrict slope,
+                        const float* __restrict silu, T* __restrict d_y, std::int64_t width) {
+#pragma omp simd
+    for (std::int64_t k = 0; k < width; ++k) d_y[k] = narrowed<T>(slope[k] * widen(d_gate[k]) + silu[k] * widen(d_value[k]));
+}
+
+template <class T>
+void swiglu_segments_of(const geoflow::SegmentShape& shape, const T* wide, T* inner) {
+    const std::int64_t width = shape.width;
+#pragma omp parallel num_threads(shape.threads)
+    {
+        std::vector<float> slope(width), silu(width);
+        for (const geoflow::Segment& s : shape.segments)
+#pragma omp for schedule(static) nowait
+            for (std::int64_t r = 0; r < s.pairs; ++r) {
+                const T* point = wide + (s.point + r) * 2 * width;
+                swiglu_point_row(point, point + width, slope.data(), silu.data(), inner + (s.to_point + r) * width, width);
+                for (std::int64_t t = 0, at = r; t < s.tangents; ++t, at += s.pairs) {
+                    const T* tangent = wide + (s.tangent + at) * 2 * width;
+                    swiglu_tangent_row(tangent, tangent + width, slope.data(), silu.data(), inner + (s.to_tangent + at) * width, width);
+                }
+            }
+    }
+}
+
+void swiglu_segments(const geoflow::SegmentShape& shape, const void* wide, void* inner, bool half) {
+    const auto run = [&](auto kind) {
+        using T = decltype(kind);
+        swiglu_segments_of(shape, static_cast<const T*>(wide), static_cast<T*>(inner));
+    };
+    half ? run(BFloat16{}) : run(0.0f);
+}
+
 const geoflow::NetworkKernels kNetworkKernels = {
-    adaln,          adaln_backward, adaln_jvp,     swiglu,
-    swiglu_backward, swiglu_jvp,    gate_residual, gate_residual_backward,
-    gate_residual_jvp, flow_loss,   flow_loss_backward, keep_mask,
+    adaln,         adaln_backward,         swiglu,    swiglu_backward,    adaln_segments, gate_adaln_segments, swiglu_segments,
+    gate_residual, gate_residual_backward, flow_loss, flow_loss_backward, keep_mask,
 };
 
 }  // namespace

@@ -24,7 +24,6 @@ from geoflow_fast.flow.network import NORM_EPS, Block, shared_modulations
 from geoflow_fast.flow.precision import HALVES, product_dtype, tf32_products
 from geoflow_fast.ops.product import product_into
 from geoflow_fast.ops.segments import (
-    Branch,
     Segment,
     Segments,
     adaln_segments,
@@ -171,7 +170,8 @@ class ForwardMode:
             last = number == depth - 1
             cross_scale, forward_scale = self.scales[number]
             shift, scale = modulation[4 * number + 2], modulation[4 * number + 3]
-            branch, heads = self._cross_products(normed, self.weights[number][0], layout)
+            branch = self._cross_products(normed, self.weights[number][0], layout)
+            heads = self.flow.config.heads
             after, rows = (layout.leaving, sum(layout.own_rows)) if last else (layout.whole, 2 * layout.rows)
             crossed, normed = (
                 self._buffer("crossed", rows, hidden, self.work),
@@ -209,27 +209,15 @@ class ForwardMode:
         shift, scale, eps = self.encoder_norm
         adaln_segments(encoded, self.encoder_bias, shift, scale, layout.state, layout.encoded, eps, True)
 
-    def _cross_products(self, normed: Tensor, weight: Tensor, layout: Layout) -> tuple[Branch, int]:
-        """Gates and values of both streams, and the number of heads if they are packed."""
+    def _cross_products(self, normed: Tensor, weight: Tensor, layout: Layout) -> Tensor:
+        """Gates and values [2 R, 2 H] of both streams; each head has its gates first."""
         _, heads, width, _ = weight.shape
-        rows, hidden = layout.rows, normed.shape[1]
-        streams = normed.view(2, rows, heads, width).transpose(1, 2)  # [2, heads, R, width]
-        if normed.is_cuda:
-            packed = self._buffer("packed", 2 * rows, 2 * hidden, self.products)
-            targets = packed.view(2, rows, heads, 2 * width).transpose(1, 2)
-            for x, w, target in zip(streams, weight, targets):
-                torch.bmm(x, w, out=target)
-            return packed, heads
-        gate, value = (self._buffer(name, 2 * rows, hidden, self.products) for name in ("gate", "value"))
-        gates = gate.view(2, rows, heads, width).transpose(1, 2)
-        for stream in range(2):
-            # What a stream sends is written beside the gates that it meets.
-            target = value.view(2, rows, heads, width)[1 - stream].transpose(0, 1)
-            for head in range(heads):
-                to_gate, to_value = weight[stream, head].chunk(2, dim=1)
-                product_into(gates[stream, head], streams[stream, head], to_gate)
-                product_into(target[head], streams[stream, head], to_value)
-        return (gate, value), 0
+        packed = self._buffer("packed", len(normed), 2 * normed.shape[1], self.products)
+        streams = normed.view(2, layout.rows, heads, width).transpose(1, 2)  # [2, heads, R, width]
+        targets = packed.view(2, layout.rows, heads, 2 * width).transpose(1, 2)
+        for x, w, target in zip(streams, weight, targets):
+            product_into(target, x, w)
+        return packed
 
     def _feed_forward(self, normed: Tensor, weights: Sequence[Tensor], layout: Layout, *, own: bool) -> Tensor:
         """What the feed-forward of a block adds, before its weight."""

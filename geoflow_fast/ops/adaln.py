@@ -12,9 +12,7 @@ from geoflow_fast.ops.arguments import (
     Pair,
     beside_groups,
     check_floating,
-    check_tangents,
     groups_of,
-    output_rows,
     rows_of,
     sum_groups,
     working_dtype,
@@ -37,34 +35,6 @@ def adaln(x: Tensor, shift: Tensor, scale: Tensor, *, eps: float = EPS, backend:
         return x + 0 * (shift.sum() + scale.sum())
     y: Tensor = adaln_rows(rows, shifts, scales, float(eps), str(backend))
     return y.view(x.shape)
-
-
-def adaln_jvp(
-    x: Tensor,
-    dx: Tensor,
-    shift: Tensor,
-    scale: Tensor,
-    *,
-    eps: float = EPS,
-    backend: str = "auto",
-    out: Pair | None = None,
-) -> Pair:
-    """`adaln(x, shift, scale)` and its derivatives along K tangents `dx` [K, *x.shape], without an autograd tape.
-
-    `out`: two contiguous tensors, distinct from the inputs, to write the results to.
-    """
-    rows, shifts, scales = _check(x, shift, scale)
-    check_floating(x=x, dx=dx)
-    check_tangents(dx, "dx", x)
-    if rows.numel() == 0:
-        return adaln(x, shift, scale, eps=eps, backend=backend), dx.clone()
-    inputs = rows, dx.reshape(len(dx), *rows.shape), shifts, scales, float(eps)
-    if out is None:
-        y, dy = _jvp(*inputs, str(backend))
-    else:
-        run = dispatch.choose("adaln_jvp", x, backend, inputs)
-        y, dy = run(*inputs, out=output_rows(out, x.shape, dx.shape, x))
-    return y.view(x.shape), dy.view(dx.shape)
 
 
 def _check(x: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -140,16 +110,6 @@ def _normalise(x: Tensor, eps: float) -> Pair:
     return centred * rstd, rstd
 
 
-def adaln_jvp_reference(x: Tensor, dx: Tensor, shift: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`adaln` and its derivative along the K tangents `dx` [K, R, H] of `x`."""
-    work = working_dtype(x)
-    unit, _, rstd = torch.native_layer_norm(x.to(work), x.shape[-1:], None, None, eps)
-    along = dx.to(work)
-    along = along - along.mean(-1, keepdim=True) - unit * (unit * along).mean(-1, keepdim=True)
-    factor = (1 + scale.to(work)).repeat_interleave(x.shape[0] // scale.shape[0], dim=0)
-    return adaln_reference(x, shift, scale, eps), (along * rstd * factor).to(x.dtype)
-
-
 # ---- compiled C++ --------------------------------------------------------------------------------------------------
 
 _KERNEL = native.Kernel("adaln", eps=None, x=Extent.ROWS, shift=Extent.GROUPS, scale=Extent.GROUPS, y=Extent.ROWS)
@@ -161,17 +121,6 @@ _BACKWARD_KERNEL = native.Kernel(
     scale=Extent.GROUPS,
     d_x=Extent.ROWS,
     d_scale=Extent.ROWS,
-)
-_JVP_KERNEL = native.Kernel(
-    "adaln_jvp",
-    half=("y", "d_y"),
-    eps=None,
-    x=Extent.ROWS,
-    d_x=Extent.TANGENTS,
-    shift=Extent.GROUPS,
-    scale=Extent.GROUPS,
-    y=Extent.ROWS,
-    d_y=Extent.TANGENTS,
 )
 
 
@@ -190,27 +139,6 @@ def _cpu_backward(grad: Tensor, x: Tensor, scale: Tensor, eps: float) -> tuple[T
     _BACKWARD_KERNEL.run(rows, width, rows // groups, eps=eps, **parts, d_x=d_x, d_scale=d_scale)
     d_shift = native.empty_rows(0) if rows == groups else sum_groups(parts["grad"], groups)
     return d_x, d_shift.to(scale.dtype), sum_groups(d_scale, groups).to(scale.dtype)
-
-
-def _cpu_jvp(
-    x: Tensor, dx: Tensor, shift: Tensor, scale: Tensor, eps: float, *, out: Pair | None = None
-) -> tuple[Tensor, Tensor]:
-    rows, width = x.shape
-    y, dy = out or (native.empty_rows(rows, width), native.empty_rows(*dx.shape))
-    _JVP_KERNEL.run(
-        rows,
-        width,
-        rows // len(scale),
-        len(dx),
-        eps=eps,
-        x=native.float_rows(x),
-        d_x=native.float_rows(dx),
-        shift=native.float_rows(shift),
-        scale=native.float_rows(scale),
-        y=y,
-        d_y=dy.view(-1, width),
-    )
-    return y, dy
 
 
 # ---- declarations --------------------------------------------------------------------------------------------------
@@ -259,4 +187,3 @@ adaln_half_rows = dispatch.operation(
     part_of="adaln",
 )
 """`adaln_rows` with a result in bfloat16."""
-_jvp = fused_operation("network", "adaln_jvp", adaln_jvp_reference, _cpu_jvp, widest=WIDEST_ROW, part_of="adaln")

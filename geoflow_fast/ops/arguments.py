@@ -33,12 +33,6 @@ def check_shape(shape: torch.Size, like: str, **tensors: Tensor | None) -> None:
             raise ValueError(f"{name} must have the shape {tuple(shape)} of {like}, got {tuple(x.shape)}")
 
 
-def check_tangents(tangent: Tensor, name: str, primal: Tensor) -> None:
-    """Checks that `tangent` is [K, *primal.shape]."""
-    if tangent.dim() != primal.dim() + 1 or tangent.shape[1:] != primal.shape:
-        raise ValueError(f"{name} must be [K, {', '.join(map(str, primal.shape))}], got {tuple(tangent.shape)}")
-
-
 def rows_of(x: Tensor) -> Tensor:
     """`x` [..., H] as [R, H]."""
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
@@ -54,17 +48,6 @@ def groups_of(group: Tensor, name: str, rows: Tensor) -> Tensor:
     if rows.shape[0] % flat.shape[0] if flat.shape[0] else rows.shape[0]:
         raise ValueError(f"{name} has {flat.shape[0]} rows, which do not divide the {rows.shape[0]} they apply to")
     return flat
-
-
-def output_rows(out: Pair, y: torch.Size, dy: torch.Size, like: Tensor) -> Pair:
-    """The user's `out` as the matrices [R, W] and [K, R, W] that a backend fills, if it has the shapes `y`, `dy`."""
-    for name, x, shape in (("out[0]", out[0], y), ("out[1]", out[1], dy)):
-        if x.shape != shape or not x.is_contiguous():
-            raise ValueError(f"{name} must be a contiguous {tuple(shape)}, got {tuple(x.shape)} {x.stride()}")
-        if x.dtype != like.dtype or x.device != like.device:
-            raise ValueError(f"{name} must be {like.dtype} on {like.device}, got {x.dtype} on {x.device}")
-    rows = rows_of(out[0])
-    return rows, out[1].view(dy[0], *rows.shape)
 
 
 def working_dtype(x: Tensor) -> torch.dtype:

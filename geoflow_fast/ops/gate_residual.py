@@ -9,13 +9,10 @@ from torch import Tensor
 
 from geoflow_fast.ops import dispatch, native
 from geoflow_fast.ops.arguments import (
-    Pair,
     beside_groups,
     check_floating,
     check_shape,
-    check_tangents,
     groups_of,
-    output_rows,
     rows_of,
     sum_groups,
     working_dtype,
@@ -53,42 +50,6 @@ def gate_residual(
         return residual + 0 * (value + layer_scale.sum())
     y: Tensor = gate_residual_rows(rows, gate_rows, value_rows, scale, keep, dropout, str(backend))
     return y.view(residual.shape)
-
-
-def gate_residual_jvp(
-    residual: Tensor,
-    d_residual: Tensor,
-    gate: Tensor | None,
-    d_gate: Tensor | None,
-    value: Tensor,
-    d_value: Tensor,
-    layer_scale: Tensor,
-    *,
-    backend: str = "auto",
-    out: Pair | None = None,
-) -> Pair:
-    """`gate_residual` without dropout, and its derivatives along K tangents [K, *residual.shape]; no autograd tape.
-
-    `out`: two contiguous tensors, distinct from the inputs, to write the results to.
-    """
-    rows, gate_rows, value_rows, scale = _check(residual, gate, value, layer_scale)
-    if (gate is None) != (d_gate is None):
-        raise ValueError("gate and d_gate must be given together or not at all")
-    check_floating(("d_gate",), residual=residual, d_residual=d_residual, d_gate=d_gate, d_value=d_value)
-    check_tangents(d_residual, "d_residual", residual)
-    check_shape(d_residual.shape, "d_residual", d_gate=d_gate, d_value=d_value)
-    if rows.numel() == 0:
-        return gate_residual(residual, gate, value, layer_scale, backend=backend), d_residual.clone()
-    d_rows, d_gate_rows, d_value_rows = (
-        None if x is None else x.reshape(len(x), *rows.shape) for x in (d_residual, d_gate, d_value)
-    )
-    inputs = rows, d_rows, gate_rows, d_gate_rows, value_rows, d_value_rows, scale
-    if out is None:
-        y, dy = _jvp(*inputs, str(backend))
-    else:
-        shaped = output_rows(out, residual.shape, d_residual.shape, residual)
-        y, dy = dispatch.choose("gate_residual_jvp", residual, backend)(*inputs, out=shaped)
-    return y.view(residual.shape), dy.view(d_residual.shape)
 
 
 def _check(
@@ -141,26 +102,6 @@ def gate_residual_backward_reference(
     return d_gate.to(gate.dtype), d_value.to(value.dtype), d_layer_scale
 
 
-def gate_residual_jvp_reference(
-    residual: Tensor,
-    d_residual: Tensor,
-    gate: Tensor | None,
-    d_gate: Tensor | None,
-    value: Tensor,
-    d_value: Tensor,
-    layer_scale: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """`gate_residual` without dropout and its derivative along K tangents, each [K, R, H]."""
-    work = working_dtype(residual)
-    d_branch = d_value.to(work)
-    if gate is not None and d_gate is not None:
-        sigmoid = torch.sigmoid(gate.to(work))
-        d_branch = sigmoid * (d_branch + (1 - sigmoid) * value.to(work) * d_gate.to(work))
-    scale = layer_scale.to(work).repeat_interleave(residual.shape[0] // layer_scale.shape[0], dim=0)
-    tangent = torch.addcmul(d_residual.to(work), d_branch, scale)
-    return gate_residual_reference(residual, gate, value, layer_scale, None, 0.0), tangent.to(residual.dtype)
-
-
 def _branch(gate: Tensor | None, value: Tensor, keep: Tensor | None, dropout: float) -> Tensor:
     """sigmoid(gate) * value, dropped and rescaled."""
     branch = value if gate is None else torch.sigmoid(gate.to(value.dtype)) * value
@@ -192,20 +133,6 @@ _BACKWARD_KERNEL = native.Kernel(
     d_gate=Extent.ROWS,
     d_value=Extent.ROWS,
     partial=Extent.PARTIAL_SUMS,
-)
-_JVP_KERNEL = native.Kernel(
-    "gate_residual_jvp",
-    optional=(("gate", "d_gate"),),
-    half=("gate", "d_gate", "value", "d_value"),
-    residual=Extent.ROWS,
-    d_residual=Extent.TANGENTS,
-    gate=Extent.ROWS,
-    d_gate=Extent.TANGENTS,
-    value=Extent.ROWS,
-    d_value=Extent.TANGENTS,
-    layer_scale=Extent.GROUPS,
-    y=Extent.ROWS,
-    d_y=Extent.TANGENTS,
 )
 
 
@@ -256,37 +183,6 @@ def _cpu_backward(
     return d_gate.to(gate.dtype), d_value.to(value.dtype), d_layer_scale
 
 
-def _cpu_jvp(
-    residual: Tensor,
-    d_residual: Tensor,
-    gate: Tensor | None,
-    d_gate: Tensor | None,
-    value: Tensor,
-    d_value: Tensor,
-    layer_scale: Tensor,
-    *,
-    out: Pair | None = None,
-) -> tuple[Tensor, Tensor]:
-    rows, width = residual.shape
-    y, dy = out or (native.empty_rows(rows, width), native.empty_rows(*d_residual.shape))
-    _JVP_KERNEL.run(
-        rows,
-        width,
-        rows // len(layer_scale),
-        len(d_residual),
-        residual=native.float_rows(residual),
-        d_residual=native.float_rows(d_residual),
-        gate=None if gate is None else native.stored_rows(gate),
-        d_gate=None if d_gate is None else native.stored_rows(d_gate),
-        value=native.stored_rows(value),
-        d_value=native.stored_rows(d_value),
-        layer_scale=native.float_rows(layer_scale),
-        y=y,
-        d_y=dy.view(-1, width),
-    )
-    return y, dy
-
-
 # ---- declarations --------------------------------------------------------------------------------------------------
 
 
@@ -315,4 +211,3 @@ _backward = fused_operation(
     rowwise=True,
     part_of="gate_residual",
 )
-_jvp = fused_operation("network", "gate_residual_jvp", gate_residual_jvp_reference, _cpu_jvp, part_of="gate_residual")

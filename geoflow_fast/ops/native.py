@@ -656,21 +656,19 @@ class CudaTransport:
 
 
 class Extent(IntEnum):
-    """The rows and columns of a kernel's tensor, in terms of the call's rows, width, groups and tangents."""
+    """The rows and columns of a kernel's tensor, in terms of the call's rows, width and groups."""
 
     ROWS = 0  # [rows, width]
-    TANGENTS = 1  # [tangents * rows, width]
-    GROUPS = 2  # [groups, width]
-    PARTIAL_SUMS = 3  # [groups * blocks of reduction_rows() rows in a group, width]
-    COLUMN = 4  # [rows, 1]
-    MASK = 5  # bool [rows, width]
-    ROW_MASK = 6  # bool [rows]
+    GROUPS = 1  # [groups, width]
+    PARTIAL_SUMS = 2  # [groups * blocks of reduction_rows() rows in a group, width]
+    COLUMN = 3  # [rows, 1]
+    MASK = 4  # bool [rows, width]
+    ROW_MASK = 5  # bool [rows]
 
 
 class Kernel:
     """A compiled kernel on float32 rows: the names of the binding and of its arguments, with their extents; the
-    extent of a number is None. `optional` lists groups of arguments that may be None, all of a group or none. `half`
-    names arguments that may be bfloat16, all or none of them."""
+    extent of a number is None. `optional` lists groups of arguments that may be None, all of a group or none."""
 
     declared: ClassVar[list[Kernel]] = []
 
@@ -678,19 +676,15 @@ class Kernel:
         self,
         name: str,
         optional: tuple[tuple[str, ...], ...] = (),
-        half: tuple[str, ...] = (),
         **arguments: Extent | None,
     ) -> None:
-        self.name, self.optional, self.half, self.arguments = name, optional, half, arguments
-        self.has_tangents = Extent.TANGENTS in arguments.values()
+        self.name, self.optional, self.arguments = name, optional, arguments
         self.partners = {name: group for group in optional for name in group}
         self.declared.append(self)
 
-    def run(
-        self, rows: int, width: int, per_group: int = 1, tangents: int = 0, /, **values: Tensor | float | None
-    ) -> None:
+    def run(self, rows: int, width: int, per_group: int = 1, /, **values: Tensor | float | None) -> None:
         """Runs the kernel on rows in groups of `per_group`. Tensors are matrices on the CPU with unit stride along
-        their rows, float32 but for those in `half`, or bool masks; outputs are among them. Every one is checked before
+        their rows, float32 or bool masks; outputs are among them. Every one is checked before
         its address crosses."""
         if rows < 1 or width < 1 or per_group < 1 or rows % per_group or values.keys() != self.arguments.keys():
             raise ValueError(f"{self.name} cannot run on {rows} x {width} in groups of {per_group} with {set(values)}")
@@ -698,7 +692,6 @@ class Kernel:
         blocks = -(-per_group // reduction_rows())
         shapes = (
             (rows, width),
-            (tangents * rows, width),
             (groups, width),
             (groups * blocks, width),
             (rows, 1),
@@ -706,10 +699,6 @@ class Kernel:
             (rows,),
         )
         crossing: dict[str, Any] = {"shape": (rows, width, per_group, usable_threads())}
-        if self.has_tangents:
-            crossing["tangents"] = tangents
-        if self.half:
-            crossing["half"] = any(_is_half(values[name]) for name in self.half)
         for name, extent in self.arguments.items():
             x = values[name]
             if not isinstance(x, Tensor):
@@ -724,22 +713,13 @@ class Kernel:
             elif extent >= Extent.MASK:
                 crossing[name] = _address(x, name, torch.bool)
             else:
-                stored = torch.bfloat16 if name in self.half and crossing["half"] else torch.float32
-                crossing[name] = _address(x, name, stored, whole=False), x.stride(0)
+                crossing[name] = _address(x, name, torch.float32, whole=False), x.stride(0)
         getattr(_built(), self.name)(**crossing)
-
-
-def _is_half(x: Tensor | float | None) -> bool:
-    return isinstance(x, Tensor) and x.dtype == torch.bfloat16
 
 
 def float_rows(x: Tensor) -> Tensor:
     """`x` [..., W] as a float32 matrix [R, W] of unit stride along its rows, without a copy if it is that already."""
-    return stored_rows(x.to(torch.float32))
-
-
-def stored_rows(x: Tensor) -> Tensor:
-    """The same in the type that `x` has."""
+    x = x.to(torch.float32)
     x = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 

@@ -1,31 +1,26 @@
 """The network's row operations on the rows of several solves and both streams, points and tangents, in one call.
 
 The points of one solve in one stream, and its tangents one after the other, are a segment. Matrices hold the segments
-of both streams below each other. Compiled C++ and plain torch go from segment to segment with the tangent passes of
-`adaln`, `gate_residual` and `swiglu`; Triton serves all segments with one launch, for which a table of them stands on
-the device. All operations write into memory that is given to them.
+of both streams below each other, and a table on the device has a line for each segment. All operations write into
+contiguous memory that is given to them: C++ on CPUs, Triton on GPUs, or their twins in plain torch, which go from
+segment to segment.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from geoflow_fast.ops import dispatch, native, triton_kernels
-from geoflow_fast.ops.arguments import Pair
+from geoflow_fast.ops.arguments import Pair, working_dtype
 from geoflow_fast.ops.dispatch import Backend
 from geoflow_fast.ops.triton_kernels import WIDEST_ROW
-
-Branch = Tensor | Pair
-"""What is added to the states: rows [R, H]; or gates and values of a cross-gate, each [R, H], those of a row beside
-each other; or both packed as the products of the heads leave them, [R, 2 H] with the gates of each head before its
-values,
-where the values are those that the row sends to the other stream."""
 
 
 class Segment(NamedTuple):
@@ -52,16 +47,14 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Segments:
-    """The segments that an operation goes over, and the same on the device as a table, int32, where it is needed."""
+    """The segments that an operation goes over, and the same on the device as a table, int32 [segments, 10]."""
 
     lines: tuple[Segment, ...]
-    table: Tensor | None = None
+    table: Tensor
 
     @staticmethod
     def of(lines: Sequence[Segment], device: torch.device) -> Segments:
-        """Segments with a table if tensors on the device are served by Triton."""
-        if device.type not in triton_kernels.devices() or triton_kernels.missing() is not None:
-            return Segments(tuple(lines))
+        """The segments with a table on the device."""
         table = torch.tensor(lines, dtype=torch.int32, device="cpu")
         if device.type == "cuda":  # nothing waits for a copy from pinned memory
             table = table.pin_memory().to(device, non_blocking=True)
@@ -92,7 +85,7 @@ def adaln_segments(
 
 def gate_adaln_segments(
     h: Tensor,
-    branch: Branch,
+    branch: Tensor,
     layer_scale: Tensor,
     shift: Tensor,
     scale: Tensor,
@@ -105,9 +98,11 @@ def gate_adaln_segments(
     heads: int = 0,
     backend: str = "auto",
 ) -> None:
-    """Writes the states after a branch, h + layer_scale * branch or h + layer_scale * sigmoid(gate) * value, to `out`,
-    and what `adaln_segments` makes of them to `y`, with their tangents. `layer_scale` [2, H] is that of the streams;
-    `heads`: how many heads a packed branch has, 0 for any other."""
+    """Writes the states after a branch, h + layer_scale * branch, to `out`, and what `adaln_segments` makes of them to
+    `y`, with their tangents. `layer_scale` [2, H] is that of the streams.
+
+    With `heads`, `branch` [R, 2 H] holds the products of a cross-gate, the gates of each head before its values. What
+    is added to a row is then sigmoid(gate) * value, of its own gates and the values that the other stream sends."""
     function = dispatch.choose("gate_adaln_segments", h, backend, (y,))
     function(h, branch, heads, layer_scale, shift, scale, out, y, segments, eps, by_stream)
 
@@ -117,76 +112,134 @@ def swiglu_segments(wide: Tensor, inner: Tensor, segments: Segments, *, backend:
     dispatch.choose("swiglu_segments", wide, backend)(wide, inner, segments)
 
 
-# ---- segment by segment: plain torch and compiled C++ ---------------------------------------------------------------
+# ---- plain torch ---------------------------------------------------------------------------------------------------
 
 
-class _OneByOne:
-    """The operations as loops over the tangent passes of one backend."""
+def adaln_segments_reference(
+    x: Tensor,
+    bias: Tensor | None,
+    shift: Tensor,
+    scale: Tensor,
+    y: Tensor,
+    segments: Segments,
+    eps: float,
+    by_stream: bool,
+) -> None:
+    """See `adaln_segments`."""
+    for line in segments.lines:
+        group = line.stream if by_stream else line.group
+        points, tangents = line.rows(x)
+        points = points if bias is None else points + bias[line.stream]
+        _write(line.rows(y, "to_"), _adaln(points, tangents, shift[group], scale[group], eps))
 
-    def __init__(self, backend: str) -> None:
-        self.backend = backend
 
-    def adaln(
-        self,
-        x: Tensor,
-        bias: Tensor | None,
-        shift: Tensor,
-        scale: Tensor,
-        y: Tensor,
-        segments: Segments,
-        eps: float,
-        by_stream: bool,
-    ) -> None:
-        adaln = dispatch.choose("adaln_jvp", shift, self.backend)  # which has the type of states, whatever `x` has
-        for line in segments.lines:
-            points, tangents = line.rows(x)
-            if bias is not None:
-                points = points + bias[line.stream]
-            group = line.stream if by_stream else line.group
-            parameters = shift.narrow(0, group, 1), scale.narrow(0, group, 1)
-            adaln(points, tangents, *parameters, eps, out=line.rows(y, "to_"))
+def gate_adaln_segments_reference(
+    h: Tensor,
+    branch: Tensor,
+    heads: int,
+    layer_scale: Tensor,
+    shift: Tensor,
+    scale: Tensor,
+    out: Tensor,
+    y: Tensor,
+    segments: Segments,
+    eps: float,
+    by_stream: bool,
+) -> None:
+    """See `gate_adaln_segments`."""
+    work = working_dtype(h)
 
-    def gate_adaln(
-        self,
-        h: Tensor,
-        branch: Branch,
-        heads: int,
-        layer_scale: Tensor,
-        shift: Tensor,
-        scale: Tensor,
-        out: Tensor,
-        y: Tensor,
-        segments: Segments,
-        eps: float,
-        by_stream: bool,
-    ) -> None:
-        adaln, gate_residual = (dispatch.choose(f"{name}_jvp", h, self.backend) for name in ("adaln", "gate_residual"))
-        for line in segments.lines:
-            (gate, d_gate), (value, d_value) = self._branch(branch, heads, line)
-            after = line.rows(out, "to_")
-            weight = layer_scale.narrow(0, line.stream, 1)
-            gate_residual(*line.rows(h), gate, d_gate, value, d_value, weight, out=after)
-            group = line.stream if by_stream else line.group
-            adaln(*after, shift.narrow(0, group, 1), scale.narrow(0, group, 1), eps, out=line.rows(y, "to_"))
+    def part(rows: Pair, number: int) -> list[Tensor]:
+        return [x.unflatten(-1, (heads, 2, -1)).select(-2, number).flatten(-2).to(work) for x in rows]
 
-    @staticmethod
-    def _branch(branch: Branch, heads: int, line: Segment) -> tuple[tuple[Tensor | None, Tensor | None], Pair]:
-        """Gates, if there are any, and values of a segment, each with tangents."""
-        if isinstance(branch, tuple):
-            return line.rows(branch[0]), line.rows(branch[1])
-        if not heads:
-            return (None, None), line.rows(branch)
+    for line in segments.lines:
+        group, weight = line.stream if by_stream else line.group, layer_scale[line.stream].to(work)
+        points, tangents = (x.to(work) for x in line.rows(h))
+        if heads:
+            (gate, d_gate), (value, d_value) = part(line.rows(branch), 0), part(line.rows(branch, "other_"), 1)
+            opened = torch.sigmoid(gate)
+            added, d_added = opened * value, opened * (d_value + (1 - opened) * value * d_gate)
+        else:
+            added, d_added = (x.to(work) for x in line.rows(branch))
+        after = points + weight * added, tangents + weight * d_added
+        _write(line.rows(out, "to_"), after)
+        _write(line.rows(y, "to_"), _adaln(*after, shift[group], scale[group], eps))
 
-        def part(rows: Pair, number: int) -> Pair:
-            points, tangents = (x.unflatten(-1, (heads, 2, -1)).select(-2, number).flatten(-2) for x in rows)
-            return points, tangents
 
-        return part(line.rows(branch), 0), part(line.rows(branch, "other_"), 1)
+def swiglu_segments_reference(wide: Tensor, inner: Tensor, segments: Segments) -> None:
+    """See `swiglu_segments`."""
+    for line in segments.lines:
+        points, tangents = (x.to(working_dtype(wide)) for x in line.rows(wide))
+        (gate, value), (d_gate, d_value) = points.chunk(2, dim=-1), tangents.chunk(2, dim=-1)
+        opened = torch.sigmoid(gate)
+        silu = gate * opened
+        along = (opened + silu * (1 - opened)) * value * d_gate + silu * d_value
+        _write(line.rows(inner, "to_"), (silu * value, along))
 
-    def swiglu(self, wide: Tensor, inner: Tensor, segments: Segments) -> None:
-        swiglu = dispatch.choose("swiglu_jvp", wide, self.backend)
-        for line in segments.lines:
-            swiglu(*line.rows(wide), None, None, out=line.rows(inner, "to_"))
+
+def _adaln(x: Tensor, dx: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Pair:
+    """(1 + scale) LayerNorm(x) + shift of the points [B, H], and its derivative along the tangents [K, B, H]."""
+    work = working_dtype(x)
+    x, dx, shift, factor = x.to(work), dx.to(work), shift.to(work), 1 + scale.to(work)
+    unit = functional.layer_norm(x, x.shape[-1:], eps=eps)
+    rstd = (x.var(-1, correction=0, keepdim=True) + eps).rsqrt()
+    along = dx - dx.mean(-1, keepdim=True) - unit * (unit * dx).mean(-1, keepdim=True)
+    return unit * factor + shift, rstd * along * factor
+
+
+def _write(to: Pair, rows: Pair) -> None:
+    for target, x in zip(to, rows):
+        target.copy_(x)
+
+
+# ---- compiled C++ --------------------------------------------------------------------------------------------------
+
+
+def _compiled() -> Any:
+    return native.extension()  # which is there where a backend "cpu" is chosen
+
+
+def _shape(y: Tensor, segments: Segments, eps: float, by_stream: bool) -> tuple[Any, ...]:
+    table = segments.table
+    return table.data_ptr(), len(table), y.shape[1], eps, by_stream, native.usable_threads()
+
+
+def _adaln_cpu(
+    x: Tensor,
+    bias: Tensor | None,
+    shift: Tensor,
+    scale: Tensor,
+    y: Tensor,
+    segments: Segments,
+    eps: float,
+    by_stream: bool,
+) -> None:
+    half = torch.bfloat16
+    parts = x.data_ptr(), x.dtype == half, 0 if bias is None else bias.data_ptr(), shift.data_ptr(), scale.data_ptr()
+    _compiled().adaln_segments(_shape(y, segments, eps, by_stream), *parts, y.data_ptr(), y.dtype == half)
+
+
+def _gate_adaln_cpu(
+    h: Tensor,
+    branch: Tensor,
+    heads: int,
+    layer_scale: Tensor,
+    shift: Tensor,
+    scale: Tensor,
+    out: Tensor,
+    y: Tensor,
+    segments: Segments,
+    eps: float,
+    by_stream: bool,
+) -> None:
+    addresses = [x.data_ptr() for x in (h, branch, layer_scale, shift, scale, out, y)]
+    _compiled().gate_adaln_segments(_shape(y, segments, eps, by_stream), heads, *addresses, y.dtype == torch.bfloat16)
+
+
+def _swiglu_cpu(wide: Tensor, inner: Tensor, segments: Segments) -> None:
+    _compiled().swiglu_segments(
+        _shape(inner, segments, 0.0, False), wide.data_ptr(), inner.data_ptr(), inner.dtype == torch.bfloat16
+    )
 
 
 # ---- Triton --------------------------------------------------------------------------------------------------------
@@ -202,12 +255,16 @@ def _triton(function: str) -> Backend:
     return dataclasses.replace(kernel, function=call)
 
 
-_PLAIN, _COMPILED = _OneByOne("reference"), _OneByOne("cpu")
-for _name in ("adaln", "gate_adaln", "swiglu"):
+def _register(name: str, reference: Callable[..., None], cpu: Callable[..., None]) -> None:
     dispatch.register(
-        f"{_name}_segments",
-        reference=Backend(getattr(_PLAIN, _name)),
-        cpu=native.backend(getattr(_COMPILED, _name), (torch.float32, torch.bfloat16)),
-        triton=_triton(f"segment_{_name}"),
+        f"{name}_segments",
+        reference=Backend(reference),
+        cpu=native.backend(cpu, (torch.float32, torch.bfloat16)),
+        triton=_triton(f"segment_{name}"),
     )
-    dispatch._PASSES.add(f"{_name}_segments")
+    dispatch._PASSES.add(f"{name}_segments")
+
+
+_register("adaln", adaln_segments_reference, _adaln_cpu)
+_register("gate_adaln", gate_adaln_segments_reference, _gate_adaln_cpu)
+_register("swiglu", swiglu_segments_reference, _swiglu_cpu)

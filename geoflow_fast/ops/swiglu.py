@@ -9,11 +9,8 @@ from torch import Tensor
 
 from geoflow_fast.ops import dispatch, native
 from geoflow_fast.ops.arguments import (
-    Pair,
     check_floating,
     check_shape,
-    check_tangents,
-    output_rows,
     rows_of,
     working_dtype,
 )
@@ -32,44 +29,6 @@ def swiglu(gate: Tensor, value: Tensor | None = None, *, backend: str = "auto") 
         return gate[..., :width] + (gate[..., width:] if value is None else value)
     y: Tensor = swiglu_rows(rows_of(gate), None if value is None else rows_of(value), str(backend))
     return y.view(*gate.shape[:-1], width)
-
-
-def swiglu_jvp(
-    gate: Tensor,
-    d_gate: Tensor,
-    value: Tensor | None = None,
-    d_value: Tensor | None = None,
-    *,
-    backend: str = "auto",
-    out: Pair | None = None,
-) -> Pair:
-    """`swiglu` and its derivatives along K tangents `d_gate` [K, *gate.shape] and `d_value`, without an autograd tape.
-
-    `out`: two contiguous tensors, distinct from the inputs, to write the results to.
-    """
-    width = _check(gate, value)
-    if (value is None) != (d_value is None):
-        raise ValueError("value and d_value must be given together or not at all")
-    check_floating(("value", "d_value"), gate=gate, d_gate=d_gate, d_value=d_value)
-    check_tangents(d_gate, "d_gate", gate)
-    check_shape(d_gate.shape, "d_gate", d_value=d_value)
-    shape = torch.Size((*gate.shape[:-1], width))
-    d_shape = torch.Size((d_gate.shape[0], *shape))
-    if gate.numel() == 0:
-        return swiglu(gate, value, backend=backend), d_gate.new_empty(d_shape)
-    rows = rows_of(gate)
-    d_rows = d_gate.reshape(len(d_gate), *rows.shape)
-    inputs = (
-        rows,
-        d_rows,
-        None if value is None else rows_of(value),
-        None if d_value is None else d_value.reshape(d_rows.shape),
-    )
-    if out is None:
-        y, dy = _jvp(*inputs, str(backend))
-    else:
-        y, dy = dispatch.choose("swiglu_jvp", gate, backend)(*inputs, out=output_rows(out, shape, d_shape, gate))
-    return y.view(shape), dy.view(d_shape)
 
 
 def _check(gate: Tensor, value: Tensor | None) -> int:
@@ -105,16 +64,6 @@ def swiglu_backward_reference(grad: Tensor, gate: Tensor, value: Tensor | None) 
     return d_first.to(gate.dtype), d_second.to(value.dtype)
 
 
-def swiglu_jvp_reference(
-    gate: Tensor, d_gate: Tensor, value: Tensor | None, d_value: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """`swiglu` and its derivative along K tangents of its arguments, each with a leading dimension K."""
-    first, second = _halves(gate.to(working_dtype(gate)), value)
-    d_first, d_second = _halves(d_gate.to(working_dtype(gate)), d_value)
-    silu, slope = _silu_and_slope(first)
-    return swiglu_reference(gate, value), (slope * second * d_first + silu * d_second).to(gate.dtype)
-
-
 def _halves(gate: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor]:
     """Gate and value in the dtype of `gate`; without `value`, the two halves of `gate`."""
     if value is not None:
@@ -140,16 +89,6 @@ _BACKWARD_KERNEL = native.Kernel(
     value=Extent.ROWS,
     d_gate=Extent.ROWS,
     d_value=Extent.ROWS,
-)
-_JVP_KERNEL = native.Kernel(
-    "swiglu_jvp",
-    half=("gate", "d_gate", "value", "d_value", "y", "d_y"),
-    gate=Extent.ROWS,
-    d_gate=Extent.TANGENTS,
-    value=Extent.ROWS,
-    d_value=Extent.TANGENTS,
-    y=Extent.ROWS,
-    d_y=Extent.TANGENTS,
 )
 
 
@@ -177,29 +116,6 @@ def _cpu_backward(grad: Tensor, gate: Tensor, value: Tensor | None) -> tuple[Ten
     return d_gate, d_value
 
 
-def _cpu_jvp(
-    gate: Tensor, d_gate: Tensor, value: Tensor | None, d_value: Tensor | None, *, out: Pair | None = None
-) -> tuple[Tensor, Tensor]:
-    first, second = gate.chunk(2, dim=-1) if value is None else (gate, value)
-    d_first, d_second = d_gate.flatten(0, 1).chunk(2, dim=-1) if d_value is None else (d_gate, d_value)
-    tangents, (rows, width) = len(d_gate), first.shape
-    kind = {"dtype": gate.dtype}
-    y, dy = out or (native.empty_rows(rows, width, **kind), native.empty_rows(tangents, rows, width, **kind))
-    _JVP_KERNEL.run(
-        rows,
-        width,
-        1,
-        tangents,
-        gate=native.stored_rows(first),
-        d_gate=native.stored_rows(d_first),
-        value=native.stored_rows(second),
-        d_value=native.stored_rows(d_second),
-        y=y,
-        d_y=dy.view(-1, width),
-    )
-    return y, dy
-
-
 # ---- declarations --------------------------------------------------------------------------------------------------
 
 
@@ -220,11 +136,4 @@ swiglu_rows = fused_operation("network", "swiglu", swiglu_reference, _cpu, deriv
 """`swiglu` of rows as the reference takes them, unchecked; the last argument is the name of a backend."""
 _backward = fused_operation(
     "network", "swiglu_backward", swiglu_backward_reference, _cpu_backward, rowwise=True, part_of="swiglu"
-)
-_jvp = fused_operation(
-    "network",
-    "swiglu_jvp",
-    swiglu_jvp_reference,
-    native.backend(_cpu_jvp, (torch.float32, torch.bfloat16)),
-    part_of="swiglu",
 )

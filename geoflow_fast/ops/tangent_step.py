@@ -116,7 +116,7 @@ def _to_sphere(x: Tensor) -> Tensor:
 def _declared(name: str, numbers: str, rows: str, *optional: tuple[str, ...]) -> native.Kernel:
     """A kernel with these numbers, and with rows of one shape."""
     extents = {**dict.fromkeys(numbers.split()), **dict.fromkeys(rows.split(), Extent.ROWS)}
-    return native.Kernel(name, optional=optional, half=(), **extents)
+    return native.Kernel(name, optional=optional, **extents)
 
 
 _KERNEL = _declared("tangent_step", "h guidance renormalise", "x v v_free y", ("v_free",))

@@ -12,16 +12,15 @@ from torch.nn import functional
 
 from geoflow_fast import ops
 from geoflow_fast.ops import native
-from geoflow_fast.ops.adaln import adaln_backward_reference, adaln_jvp_reference, adaln_reference
+from geoflow_fast.ops.adaln import adaln_backward_reference, adaln_reference
 from geoflow_fast.ops.flow_loss import flow_loss_backward_reference, flow_loss_reference
 from geoflow_fast.ops.gate_residual import (
     gate_residual_backward_reference,
-    gate_residual_jvp_reference,
     gate_residual_reference,
 )
 from geoflow_fast.ops.masked_interpolant import masked_interpolant_reference
 from geoflow_fast.ops.native import Extent
-from geoflow_fast.ops.swiglu import swiglu_backward_reference, swiglu_jvp_reference, swiglu_reference
+from geoflow_fast.ops.swiglu import swiglu_backward_reference, swiglu_reference
 from geoflow_fast.ops.tangent_step import tangent_ab2_reference, tangent_stage_reference, tangent_step_reference
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason="needs the compiled extension")
@@ -134,12 +133,11 @@ def test_network_rows(groups, per_group, width, first, second, gated, seed):
 
 
 def check_network_rows(groups, per_group, width, first, second, gated, seed):
-    """Forward, backward and tangent passes of all kernels, on rows of any stride, against float64."""
+    """Forward and backward passes of all kernels, on rows of any stride, against float64."""
     generator, rows = torch.Generator().manual_seed(seed), groups * per_group
     x, value, grad = (laid_out(torch.randn(rows, width, generator=generator), first) for _ in range(3))
-    dx, d_value, d_gate = (laid_out(torch.randn(2, rows, width, generator=generator), second) for _ in range(3))
     shift, scale = (laid_out(torch.randn(groups, width, generator=generator), second) for _ in range(2))
-    gate, along = (value, d_gate) if gated else (None, None)
+    gate = value if gated else None
     keep = torch.rand(rows, width, generator=generator) < 0.5
     direction = torch.randint(0, 3, (rows,), generator=generator).to(torch.int8)
     losses = torch.randn(rows, generator=generator)
@@ -147,13 +145,10 @@ def check_network_rows(groups, per_group, width, first, second, gated, seed):
     calls = [
         ("adaln", adaln_reference, (x, shift, scale, 1e-3)),
         ("adaln_backward", adaln_backward_reference, (grad, x, scale, 1e-3)),
-        ("adaln_jvp", adaln_jvp_reference, (x, dx, shift, scale, 1e-3)),
         ("swiglu", swiglu_reference, (x, value)),
         ("swiglu_backward", swiglu_backward_reference, (grad, x, value)),
-        ("swiglu_jvp", swiglu_jvp_reference, (x, dx, value, d_value)),
         ("gate_residual", gate_residual_reference, (x, gate, grad, scale, keep, 0.5)),
         ("gate_residual_backward", gate_residual_backward_reference, (grad, gate, value, scale, keep, 0.5)),
-        ("gate_residual_jvp", gate_residual_jvp_reference, (x, dx, gate, along, value, d_value, scale)),
         ("flow_loss", flow_loss_reference, streams),
         ("flow_loss_backward", flow_loss_backward_reference, (losses, *streams)),
     ]
@@ -190,10 +185,9 @@ def check_solver_steps(rows, width, arrangements, guided, more, seed):
 
 # What each kernel takes, beside the number of tangents: the extents are those of csrc/network.h and csrc/solver.h.
 KERNELS = {kernel.name: kernel for kernel in native.Kernel.declared}
-ROWS, WIDTH, PER_GROUP, TANGENTS = 12, 5, 4, 2
+ROWS, WIDTH, PER_GROUP = 12, 5, 4
 SHAPES = {
     Extent.ROWS: (12, 5),
-    Extent.TANGENTS: (24, 5),
     Extent.GROUPS: (3, 5),
     Extent.PARTIAL_SUMS: (3, 5),
     Extent.COLUMN: (12, 1),
@@ -214,20 +208,17 @@ def fitting(kernel: native.Kernel) -> dict[str, Tensor | float]:
 
 
 def run(kernel: native.Kernel, arguments: dict[str, Tensor | float | None]) -> None:
-    kernel.run(ROWS, WIDTH, PER_GROUP, TANGENTS, **arguments)
+    kernel.run(ROWS, WIDTH, PER_GROUP, **arguments)
 
 
 def test_every_kernel_on_rows_is_declared():
     assert set(KERNELS) == {
         "adaln",
         "adaln_backward",
-        "adaln_jvp",
         "swiglu",
         "swiglu_backward",
-        "swiglu_jvp",
         "gate_residual",
         "gate_residual_backward",
-        "gate_residual_jvp",
         "flow_loss",
         "flow_loss_backward",
         "tangent_step",
@@ -281,4 +272,4 @@ def test_every_argument_of_every_kernel_is_guarded(name):
         run(kernel, {**fitting(kernel), "another": torch.zeros(ROWS, WIDTH)})
     for rows, width, per_group in ((0, 5, 1), (12, 0, 4), (12, 5, 0), (12, 5, 5), (-12, 5, 4)):
         with pytest.raises(ValueError, match=f"{name} cannot run"):
-            kernel.run(rows, width, per_group, TANGENTS, **fitting(kernel))
+            kernel.run(rows, width, per_group, **fitting(kernel))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from geoflow_fast import ops
-from geoflow_fast.ops import dispatch, native
+from geoflow_fast.ops import native
 
 SIZES = [(1, 1), (7, 7), (129, 512), (130, 1023)]
 sizes = pytest.mark.parametrize(("rows", "width"), SIZES)
@@ -83,87 +83,6 @@ def test_layer_scale_gradient_sums_each_group():
         ops.gate_residual,
         (torch.randn(2, 129, 33), torch.randn(2, 129, 33), torch.randn(2, 129, 33), torch.rand(2, 1, 33)),
     )
-
-
-@sizes
-def test_tangents(rows, width):
-    def double(*tensors):
-        return [None if x is None else x.double() for x in tensors]
-
-    x, shift, scale, dx = (
-        torch.randn(rows, width),
-        torch.randn(1, width),
-        torch.randn(1, width),
-        torch.randn(2, rows, width),
-    )
-    gate, value, d_gate, d_value = torch.randn(rows, width), torch.randn(rows, width), torch.randn(2, rows, width), dx
-    for function, arguments in (
-        (ops.adaln_jvp, (x, dx, shift, scale)),
-        (ops.swiglu_jvp, (gate, d_gate, value, d_value)),
-        (ops.gate_residual_jvp, (x, dx, gate, d_gate, value, d_value, scale)),
-        (ops.gate_residual_jvp, (x, dx, None, None, value, d_value, scale)),
-    ):
-        fast, true = function(*arguments, backend="cpu"), function(*double(*arguments), backend="reference")
-        for a, b in zip(fast, true):
-            torch.testing.assert_close(a.double(), b, rtol=2e-5, atol=2e-5 * float(b.abs().max()))
-
-
-def half_rows(*shape: int) -> torch.Tensor:
-    """Rows in bfloat16 that are apart in memory."""
-    return torch.randn(*shape[:-1], shape[-1] + 3).bfloat16()[..., : shape[-1]]
-
-
-def assert_rounded(half: torch.Tensor, exact: torch.Tensor) -> None:
-    """`half` is `exact` rounded to bfloat16: off by half of its last bit, and by what float32 loses before."""
-    assert half.dtype == torch.bfloat16
-    torch.testing.assert_close(half.double(), exact, rtol=2**-8 + 1e-5, atol=1e-5)
-
-
-@sizes
-@pytest.mark.parametrize("tangents", [0, 2])
-def test_rows_of_products_may_be_bfloat16(rows, width, tangents):
-    """What enters and leaves a product, in the passes with tangents, against float64 on the same numbers."""
-    x, dx = strided(rows, width), torch.randn(tangents, rows, width)
-    shift, scale = strided(1, width), strided(1, width)
-    y, dy = torch.empty(rows, width).bfloat16(), torch.empty(tangents, rows, width).bfloat16()
-    dispatch.choose("adaln_jvp", x, "cpu")(x, dx, shift, scale, 1e-5, out=(y, dy))
-    truth = ops.adaln_jvp(*(part.double() for part in (x, dx, shift, scale)), eps=1e-5, backend="reference")
-    assert_rounded(y, truth[0])
-    assert_rounded(dy, truth[1])
-
-    wide, along = half_rows(rows, 2 * width), half_rows(tangents, rows, 2 * width)
-    results = ops.swiglu_jvp(wide, along, backend="cpu")
-    for half, exact in zip(results, ops.swiglu_jvp(wide.double(), along.double(), backend="reference")):
-        assert_rounded(half, exact)
-
-    branch = [half_rows(*shape, rows, width) for shape in ((), (tangents,), (), (tangents,))]
-    for gated in (True, False):
-        parts = branch if gated else [None, None, *branch[2:]]
-        out = torch.empty(rows, width), torch.empty(tangents, rows, width)
-        dispatch.choose("gate_residual_jvp", x, "cpu")(x, dx, *parts, scale, out=out)
-        exact = ops.gate_residual_jvp(
-            x.double(),
-            dx.double(),
-            *(None if p is None else p.double() for p in parts),
-            scale.double(),
-            backend="reference",
-        )
-        for single, true in zip(out, exact):
-            torch.testing.assert_close(single.double(), true, rtol=2e-5, atol=2e-5)
-
-
-def test_bfloat16_rows_keep_what_is_not_a_number():
-    wide = torch.tensor([[9.0, torch.nan, 3e38, 1.0]] * 2).bfloat16()
-    y, _ = ops.swiglu_jvp(wide, wide.new_empty(0, 2, 4), backend="cpu")
-    assert y[:, 0].isinf().all()
-    assert y[:, 1].isnan().all()
-
-
-def test_rows_of_products_have_one_type():
-    x, none = torch.ones(2, 2), torch.ones(0, 2, 2)
-    run = dispatch.choose("gate_residual_jvp", x, "cpu")
-    with pytest.raises(TypeError, match=r"value is torch\.float32, expected torch\.bfloat16"):
-        run(x, none, x.bfloat16(), none.bfloat16(), x, none, torch.ones(1, 2))
 
 
 def test_extreme_gates_saturate():

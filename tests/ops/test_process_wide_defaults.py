@@ -17,18 +17,14 @@ ROWS, WIDTH, ITEMS = 12, 6, 40
 def calls() -> dict[str, Callable[[str], object]]:
     """Each operation on fixed inputs, as a function of the backend."""
     x, y, z, w = (unit(ROWS, WIDTH, seed=seed) for seed in range(4))
-    dx = torch.stack((y, z))
     directions = torch.arange(ROWS).to(torch.int8) % 3
     times = torch.linspace(0, 1, ROWS)
     samples, gallery = unit(3, 5, WIDTH), unit(ITEMS, WIDTH, seed=9)
     bias = torch.linspace(-1, 1, ITEMS)
     return {
         "adaln": lambda b: ops.adaln(x, y[:1], z[:1], backend=b),
-        "adaln_jvp": lambda b: ops.adaln_jvp(x, dx, y[:1], z[:1], backend=b),
         "swiglu": lambda b: ops.swiglu(x, y, backend=b),
-        "swiglu_jvp": lambda b: ops.swiglu_jvp(x, dx, backend=b),
         "gate_residual": lambda b: ops.gate_residual(x, y, z, w[:1], backend=b),
-        "gate_residual_jvp": lambda b: ops.gate_residual_jvp(x, dx, y, dx, z, dx, w[:1], backend=b),
         "flow_loss": lambda b: ops.flow_loss(x, y, z, w, y, z, directions, backend=b),
         "keep_mask": lambda b: ops.keep_mask((ROWS, WIDTH), 0.3, backend=b),
         "masked_interpolant": lambda b: ops.masked_interpolant(x, y, z, w, times, directions, backend=b),

@@ -220,16 +220,8 @@ def judged() -> dict[str, Tensor]:
 
 LAYERS = [
     Target("ops.adaln", ops.adaln, arrays("x", "shift", "scale", eps=1e-6, backend="auto"), True),
-    Target("ops.adaln_jvp", ops.adaln_jvp, arrays("x", "dx", "shift", "scale", eps=1e-6), True),
     Target("ops.swiglu", ops.swiglu, arrays("gate", "value"), True),
-    Target("ops.swiglu_jvp", ops.swiglu_jvp, arrays("gate", "d_gate", "value", "d_value"), True),
     Target("ops.gate_residual", ops.gate_residual, arrays("residual", "gate", "value", "layer_scale"), True),
-    Target(
-        "ops.gate_residual_jvp",
-        ops.gate_residual_jvp,
-        arrays("residual", "d_residual", "gate", "d_gate", "value", "d_value", "layer_scale"),
-        True,
-    ),
     Target(
         "ops.flow_loss",
         ops.flow_loss,

@@ -222,9 +222,7 @@ void check_rounded_transport(std::int64_t rows, std::int64_t cols, std::int64_t 
 void check_network(std::int64_t rows, std::int64_t width, std::int64_t groups) {
     using namespace geoflow;
     const NetworkKernels& run = network_kernels();
-    constexpr std::int64_t tangents = 2;
     auto x = normal<float>(rows * width), y = normal<float>(rows * width), z = normal<float>(rows * width);
-    auto dx = normal<float>(tangents * rows * width), dy = dx, dz = dx;
     auto shift = normal<float>(groups * width), scale = normal<float>(groups * width), column = normal<float>(rows);
     std::vector<std::uint8_t> mask(rows * width);
     for (std::uint8_t& bit : mask) bit = source() % 2;
@@ -233,7 +231,7 @@ void check_network(std::int64_t rows, std::int64_t width, std::int64_t groups) {
     // Each kernel fills up to three outputs of these sizes.
     const auto check = [&](const char* what, std::int64_t c_rows, const auto& call) {
         compare(what, [&](int threads) {
-            std::vector<float> a(rows * width), b(tangents * rows * width), c(c_rows * width);
+            std::vector<float> a(rows * width), b(rows * width), c(c_rows * width);
             call(RowShape{rows, width, per_group, threads}, view(a), view(b), view(c));
             std::string bytes;
             append(bytes, a), append(bytes, b), append(bytes, c);
@@ -243,20 +241,28 @@ void check_network(std::int64_t rows, std::int64_t width, std::int64_t groups) {
     using V = RowsView;
     check("adaln", 1, [&](RowShape s, V a, V, V) { run.adaln(s, 1e-5f, view(x), view(shift), view(scale), a); });
     check("adaln_backward", 1, [&](RowShape s, V a, V b, V) { run.adaln_backward(s, 1e-5f, view(y), view(x), view(scale), a, b); });
-    check("adaln_jvp", 1, [&](RowShape s, V a, V b, V) {
-        run.adaln_jvp(s, 1e-5f, tangents, view(x), view(dx), view(shift), view(scale), a, b, false);
-    });
     check("swiglu", 1, [&](RowShape s, V a, V, V) { run.swiglu(s, view(x), view(y), a); });
     check("swiglu_backward", 1, [&](RowShape s, V a, V b, V) { run.swiglu_backward(s, view(z), view(x), view(y), a, b); });
-    check("swiglu_jvp", 1, [&](RowShape s, V a, V b, V) { run.swiglu_jvp(s, tangents, view(x), view(dx), view(y), view(dy), a, b, false); });
     check("gate_residual", 1, [&](RowShape s, V a, V, V) {
         run.gate_residual(s, 1.25f, view(x), view(y), view(z), view(scale), mask.data(), a);
     });
     check("gate_residual_backward", groups * blocks, [&](RowShape s, V a, V b, V c) {
         run.gate_residual_backward(s, 1.25f, view(x), view(y), view(z), view(scale), mask.data(), a, b, c);
     });
-    check("gate_residual_jvp", 1, [&](RowShape s, V a, V b, V) {
-        run.gate_residual_jvp(s, tangents, view(x), view(dx), view(y), view(dy), view(z), view(dz), view(scale), a, b, false);
+    // Two segments of one tangent each, one after the other, which share their shift and scale.
+    const std::int32_t half = static_cast<std::int32_t>(rows / 4), at = 2 * half;
+    const Segment lines[2] = {{half, 1, 0, half, at, at + half, 0, half, 0, 0}, {half, 1, at, at + half, 0, half, at, at + half, 0, 1}};
+    auto products = normal<float>(2 * rows * width), bias = normal<float>(2 * width);
+    const auto segments = [&](std::int64_t columns, int threads) { return SegmentShape{{lines, 2}, columns, 1e-5f, false, threads}; };
+    check("adaln_segments", 1, [&](RowShape s, V a, V, V) {
+        run.adaln_segments(segments(width, s.threads), x.data(), false, bias.data(), shift.data(), scale.data(), a.data, false);
+    });
+    check("gate_adaln_segments", 1, [&](RowShape s, V a, V b, V) {
+        run.gate_adaln_segments(segments(width, s.threads), 1, x.data(), products.data(), bias.data(), shift.data(), scale.data(), a.data,
+                                b.data, false);
+    });
+    check("swiglu_segments", 1, [&](RowShape s, V a, V, V) {
+        run.swiglu_segments(segments(width, s.threads), products.data(), a.data, false);
     });
     check("flow_loss", 1, [&](RowShape s, V a, V, V) { run.flow_loss(s, mask.data(), view(x), view(y), view(z), {a.data, 1}); });
     check("flow_loss_backward", 1, [&](RowShape s, V a, V, V) {
