@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 from collections.abc import Callable, Generator, Iterator
@@ -22,6 +23,12 @@ from tests.with_torchvision import import_torchvision
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds `--foreign`, see tests/foreign_defaults.py."""
     parser.addoption("--foreign", choices=KINDS, help="run the library under a foreign default device or dtype")
+
+
+def pytest_collection_finish() -> None:
+    """Modules and thousands of collected tests stay until the end: no later collection of garbage looks at them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -78,7 +78,7 @@ BOMBS: dict[str, Callable[[], Callable[[Path], None]]] = {
     "bytes.parquet": lambda: groups(repeated(WORD.encode(), pa.binary(), 4700), 1),
     "bytes of one length.parquet": lambda: groups(pa.array([bytes(MEGABYTE)] * 10, pa.binary(MEGABYTE)), 200),
     "a long dictionary.parquet": lambda: groups(
-        pa.array([WORD * 100 + str(k) for k in range(2)]), 3, dictionary_pagesize_limit=1 << 30
+        pa.array([WORD * 100 + str(k) for k in range(2)]), 2, dictionary_pagesize_limit=1 << 30
     ),
     "lists of text.parquet": lambda: groups(pa.array([[WORD] * 40], pa.list_(pa.string())), 60),
     "lists of one length of text.parquet": lambda: groups(pa.array([[WORD] * 40], pa.list_(pa.string(), 40)), 60),
@@ -87,11 +87,11 @@ BOMBS: dict[str, Callable[[], Callable[[Path], None]]] = {
         pa.array([WORD] * 50), 50, use_dictionary=False, column_encoding={"x": "DELTA_LENGTH_BYTE_ARRAY"}
     ),
     "shared prefixes.parquet": lambda: groups(
-        pa.array([WORD] * 200), 60, use_dictionary=False, column_encoding={"x": "DELTA_BYTE_ARRAY"}
+        pa.array([WORD] * 200), 6, use_dictionary=False, column_encoding={"x": "DELTA_BYTE_ARRAY"}
     ),
     "lists of shared prefixes.parquet": lambda: groups(
         pa.array([[WORD] * 200], pa.list_(pa.string())),
-        9,
+        6,
         use_dictionary=False,
         column_encoding={"x.list.element": "DELTA_BYTE_ARRAY"},
     ),
@@ -101,10 +101,10 @@ BOMBS: dict[str, Callable[[], Callable[[Path], None]]] = {
     ),
     "missing numbers.parquet": lambda: groups(pa.nulls(MEGABYTE, pa.float64()), 200),
     "compressed zeros.parquet": lambda: groups(pa.array(ZEROS), 100, use_dictionary=False, compression="brotli"),
-    "one list.parquet": lambda: groups(pa.ListArray.from_arrays([0, len(ZEROS)], pa.array(ZEROS)), 100),
-    "vectors.parquet": lambda: groups(pa.FixedSizeListArray.from_arrays(pa.array(ZEROS), 512), 100),
+    "one list.parquet": lambda: groups(pa.ListArray.from_arrays([0, len(ZEROS)], pa.array(ZEROS)), 50),
+    "vectors.parquet": lambda: groups(pa.FixedSizeListArray.from_arrays(pa.array(ZEROS), 512), 50),
     "half vectors.parquet": lambda: groups(
-        pa.FixedSizeListArray.from_arrays(pa.array(ZEROS.astype(np.float16)), 512), 200
+        pa.FixedSizeListArray.from_arrays(pa.array(ZEROS.astype(np.float16)), 512), 100
     ),
     "missing vectors.parquet": lambda: groups(pa.nulls(1, pa.list_(pa.float32(), MEGABYTE)), 200),
     "compressed.arrow": lambda: stream(pa.array(ZEROS), 100, "zstd"),

@@ -28,7 +28,14 @@ THREADS = {"score_kernel": 256, "sinkhorn_kernel": 512, "sinkhorn_wide_kernel": 
 RESULT_THREADS = 256
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+SOON = "sm_86"
+"""The architecture of `make test`, of those with the least shared memory; `make test-slow` builds for the others."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name == SOON else pytest.mark.slow) for name in ARCHITECTURES],
+)
 def architecture(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
