@@ -95,13 +95,13 @@ def model_option(what: str) -> Any:
 
 
 def _model_folder(address: str | Path) -> Path:
-    from geoflow_fast.runtime.hub import ADDRESS, addressed_folder
+    from geoflow_fast.runtime.hub import ADDRESS, HubOptions, addressed_folder
 
     if not str(address).startswith(ADDRESS):
         return Path(address)
     from geoflow_fast.jobs.hub import HELD_OUT_FILES, RUN_FILES
 
-    return addressed_folder(str(address), (*RUN_FILES, *HELD_OUT_FILES))
+    return addressed_folder(str(address), (*RUN_FILES, *HELD_OUT_FILES), HubOptions())
 
 
 ModelFlag = Annotated[Path, model_option("Folder of a trained flow.")]

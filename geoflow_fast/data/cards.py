@@ -35,7 +35,7 @@ def model_card(
         "```python",
         "import geoflow_fast as gf",
         "",
-        f'model = gf.{name}.from_pretrained("user/name")  # or the folder that this file is in',
+        f'model = gf.{name}.from_pretrained("hf://user/name")  # or the folder that this file is in',
         "```",
     ]
     known = {side: str(encoder) if encoder is not None else NOT_KNOWN for side, encoder in encoders.items()}

@@ -271,14 +271,14 @@ class GeoFlow(hub.Pretrained, nn.Module):
         force_download: bool = False,
     ) -> GeoFlow:
         """Loads a flow that `save_pretrained` wrote, with the stored dtype and in eval mode: from a folder, or from a
-        repository "user/name" of the Hugging Face hub, at a `revision` (branch, tag or commit).
+        repository of the Hugging Face hub, "hf://user/name", at a `revision` (branch, tag or commit).
 
         Repositories are downloaded once into the hub's cache, or into `cache_dir`; `local_files_only` does not ask the
         network, and neither does HF_HUB_OFFLINE=1. A damaged file, or one that does not match its configuration, raises
         a ValueError.
         """
         options = hub.HubOptions(revision, cache_dir, token, local_files_only, force_download)
-        path = hub.local_folder(folder, "folder", (WEIGHTS_FILE, CONFIG_FILE), options) / WEIGHTS_FILE
+        path = hub.model_folder(folder, "folder", (WEIGHTS_FILE, CONFIG_FILE), options) / WEIGHTS_FILE
         tensors, info = load_tensors(path, kind="model", device=device)
         if "config" not in info:
             raise ValueError(f"{path} holds no configuration")

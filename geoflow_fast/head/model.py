@@ -256,10 +256,10 @@ class PosteriorHead(hub.Pretrained, nn.Module):
         force_download: bool = False,
     ) -> PosteriorHead:
         """Loads a head that `save_pretrained` wrote, in eval mode, from a folder or, as `GeoFlow.from_pretrained` does,
-        from a repository "user/name" of the Hugging Face hub. A damaged file, or one that does not match its
+        from a repository "hf://user/name" of the Hugging Face hub. A damaged file, or one that does not match its
         configuration, raises a ValueError; a head whose training was killed or interrupted comes with a warning."""
         options = hub.HubOptions(revision, cache_dir, token, local_files_only, force_download)
-        path = hub.local_folder(folder, "folder", (WEIGHTS_FILE, CONFIG_FILE), options) / WEIGHTS_FILE
+        path = hub.model_folder(folder, "folder", (WEIGHTS_FILE, CONFIG_FILE), options) / WEIGHTS_FILE
         tensors, info = load_tensors(path, kind=KIND, device=device)
         # On the meta device nothing is allocated until the tensors are known to fit.
         with contents_of(path), torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Models by name: a folder, or a repository of the Hugging Face hub with the conventions of `PyTorchModelHubMixin`.
+"""Models by name: a folder, or a repository of the Hugging Face hub with its address, "hf://user/name".
 
 A repository holds `config.json`, `model.safetensors` and `README.md`, the model card. What is downloaded goes to the
 hub's own cache; HF_HUB_OFFLINE, HF_TOKEN, HF_HOME and HF_ENDPOINT are obeyed. An upload consists of files that are
@@ -7,6 +7,7 @@ named one by one.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import tempfile
@@ -27,7 +28,7 @@ MODEL_FILES = (CONFIG_FILE, WEIGHTS_FILE, CARD_FILE)
 MARK = "<!-- written by geoflow_fast; without this line it is left alone -->"
 REPOSITORY = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
 ADDRESS = "hf://"
-"""How the address of a repository begins on the command line, where everything else is a path."""
+"""How the address of a repository begins; every other name of a model is a path."""
 PLAIN_TEXT = re.compile(r"[A-Za-z0-9_ ,;:%()=+-]*", re.ASCII)
 """Text that has no meaning in Markdown, HTML and the links that renderers make of bare addresses."""
 
@@ -104,28 +105,26 @@ def refuse_training_rows(model: Pretrained, what: str, *, allowed: bool) -> None
         )
 
 
-def local_folder(name: str | Path, what: str, files: tuple[str, ...], options: HubOptions) -> Path:
-    """The folder of a model: `name` itself, or a copy of these `files` of the repository of that name.
-
-    A folder on disk comes before a repository. A `Path` is always a folder. An OSError says why there is neither.
-    """
+def model_folder(name: str | Path, what: str, files: tuple[str, ...], options: HubOptions) -> Path:
+    """The folder of a model: `name` itself, or a copy of these `files` of the repository with the address
+    "hf://user/name" or "hf://user/name@revision". An OSError says why there is neither."""
+    if isinstance(name, str) and name.startswith(ADDRESS):
+        return addressed_folder(name, files, options)
     path = checks.path(name, what)
-    text = str(name)
-    may_be_repository = REPOSITORY.fullmatch(text) and not text.startswith(".")
-    if isinstance(name, os.PathLike) and may_be_repository and not path.exists():
+    if options.revision is not None:
+        raise ValueError(f"revision= is for models of the hub; {path} is a folder on this machine")
+    if not path.exists() and REPOSITORY.fullmatch(str(path)) and not str(path).startswith("."):
         raise FileNotFoundError(f"{path} does not exist; the address of a repository on the hub is {ADDRESS}{path}")
-    if path.exists() or not may_be_repository:
-        if options.revision is not None:
-            raise ValueError(f"revision= is for models of the hub; {path} is a folder on this machine")
-        return path
-    return download(text, files, options)
+    return path
 
 
-def addressed_folder(address: str, files: tuple[str, ...]) -> Path:
+def addressed_folder(address: str, files: tuple[str, ...], options: HubOptions) -> Path:
     """A copy of these `files`, names or patterns, of the repository with the address "hf://user/name" or
     "hf://user/name@revision"."""
     name, revision = repository_of(address)
-    return download(name, files, HubOptions(revision))
+    if revision is not None and options.revision not in (None, revision):
+        raise ValueError(f"{address} names another revision than revision={options.revision!r}")
+    return download(name, files, dataclasses.replace(options, revision=revision or options.revision))
 
 
 def repository_of(address: str) -> tuple[str, str | None]:
@@ -142,7 +141,7 @@ def download(text: str, files: tuple[str, ...], options: HubOptions) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError as error:
         hint = needs(f"reading {text} from the hub", "huggingface_hub", "hub")
-        raise FileNotFoundError(f"{text} is not a folder on this machine; {hint}") from error
+        raise ValueError(hint) from error
     try:
         return Path(
             snapshot_download(
@@ -159,10 +158,7 @@ def download(text: str, files: tuple[str, ...], options: HubOptions) -> Path:
     except _errors() as error:
         words = " ".join(str(error).split())[:300]
         where = f" at revision {options.revision}" if options.revision else ""
-        raise OSError(
-            f"{text} is not a folder on this machine, and could not be read from the hub{where}: "
-            f"{type(error).__name__}: {words}"
-        ) from error
+        raise OSError(f"{text} could not be read from the hub{where}: {type(error).__name__}: {words}") from error
 
 
 def push_folder(

@@ -61,41 +61,44 @@ def test_round_trip_through_a_folder_and_the_hub(make, hub, tmp_path):
     address = model.push_to_hub("user/name", commit_message="First", token="hf_x", **rows)
     assert address.startswith(f"{hub.url}/user/name/commit/")
     assert set(hub.commit("user/name", "main")[1]) == {"config.json", "model.safetensors", "README.md"}
-    assert_same(model, kind.from_pretrained("user/name"))
+    assert_same(model, kind.from_pretrained("hf://user/name"))
     # A second version on the same branch: a revision names the first.
     first = hub.commit("user/name", "main")[0]
     changed = make()
     with torch.no_grad():
         next(changed.parameters()).add_(1)
     changed.push_to_hub("user/name", token="hf_x", **rows)
-    assert_same(model, kind.from_pretrained("user/name", revision=first))
-    assert_same(changed, kind.from_pretrained("user/name"))
+    assert_same(model, kind.from_pretrained("hf://user/name", revision=first))
+    assert_same(changed, kind.from_pretrained("hf://user/name"))
     # A branch of its own.
     model.push_to_hub("user/name", branch="trial", token="hf_x", **rows)
-    assert_same(model, kind.from_pretrained("user/name", revision="trial"))
-    assert_same(changed, kind.from_pretrained("user/name", revision="main"))
+    assert_same(model, kind.from_pretrained("hf://user/name", revision="trial"))
+    assert_same(changed, kind.from_pretrained("hf://user/name", revision="main"))
 
 
 def test_the_cache_serves_without_a_network(hub, tmp_path):
     flow = small_flow()
     flow.push_to_hub("user/name", token="hf_x")
-    with pytest.raises(OSError, match="user/name is not a folder on this machine, and could not be read from the hub"):
-        gf.GeoFlow.from_pretrained("user/name", local_files_only=True)
-    gf.GeoFlow.from_pretrained("user/name")
+    with pytest.raises(OSError, match="user/name could not be read from the hub"):
+        gf.GeoFlow.from_pretrained("hf://user/name", local_files_only=True)
+    gf.GeoFlow.from_pretrained("hf://user/name")
     hub.requests.clear()
-    assert_same(flow, gf.GeoFlow.from_pretrained("user/name", local_files_only=True))
+    assert_same(flow, gf.GeoFlow.from_pretrained("hf://user/name", local_files_only=True))
     assert hub.requests == []
-    gf.GeoFlow.from_pretrained("user/name", cache_dir=tmp_path / "other")
+    gf.GeoFlow.from_pretrained("hf://user/name", cache_dir=tmp_path / "other")
     assert any(request.startswith("GET /user/name/resolve/") for request in hub.requests)
 
 
 @pytest.mark.usefixtures("hub")
 def test_what_is_not_there_is_named(tmp_path):
-    with pytest.raises(OSError, match=r"nobody/nothing is not a folder .* could not be read from the hub"):
-        gf.GeoFlow.from_pretrained("nobody/nothing")
+    with pytest.raises(OSError, match="nobody/nothing could not be read from the hub"):
+        gf.GeoFlow.from_pretrained("hf://nobody/nothing")
     small_flow().push_to_hub("user/name", token="hf_x")
-    with pytest.raises(OSError, match="at revision v9"):
-        gf.GeoFlow.from_pretrained("user/name", revision="v9")
+    for address, options in (("hf://user/name", {"revision": "v9"}), ("hf://user/name@v9", {})):
+        with pytest.raises(OSError, match="at revision v9"):
+            gf.GeoFlow.from_pretrained(address, **options)
+    with pytest.raises(ValueError, match="another revision than revision='v8'"):
+        gf.GeoFlow.from_pretrained("hf://user/name@v9", revision="v8")
     with pytest.raises(OSError, match=r"model\.safetensors"):
         gf.GeoFlow.from_pretrained(tmp_path / "no/such/folder")
     small_flow().save_pretrained(tmp_path / "here")
@@ -105,21 +108,13 @@ def test_what_is_not_there_is_named(tmp_path):
         small_flow().push_to_hub("just a name")
 
 
-def test_a_folder_comes_before_a_repository(hub, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    flow = small_flow()
-    flow.save_pretrained("user/name")
-    assert_same(flow, gf.GeoFlow.from_pretrained("user/name"))
-    assert hub.requests == []
-
-
 def test_without_the_package_a_folder_works_and_a_name_says_what_is_missing(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     flow = small_flow()
     flow.save_pretrained(tmp_path / "folder")
     assert_same(flow, gf.GeoFlow.from_pretrained(tmp_path / "folder"))
-    with pytest.raises(FileNotFoundError, match=r"huggingface_hub: pip install '.*\[hub\]'"):
-        gf.GeoFlow.from_pretrained("user/name")
+    with pytest.raises(ValueError, match=r"huggingface_hub: pip install '.*\[hub\]'"):
+        gf.GeoFlow.from_pretrained("hf://user/name")
     with pytest.raises(ValueError, match=r"push_to_hub needs huggingface_hub: pip install '.*\[hub\]'"):
         flow.push_to_hub("user/name")
 
@@ -197,16 +192,18 @@ def test_commands_take_paths_for_paths_and_addresses_for_repositories(command, h
         assert "hf://user/name" in capsys.readouterr().err
 
 
-def test_a_path_is_a_folder_and_words_may_name_a_repository(hub, tmp_path, monkeypatch):
+def test_a_folder_that_is_missing_is_not_looked_up_on_the_hub(hub, tmp_path, monkeypatch):
+    """Anybody may have a model of that name there."""
     monkeypatch.chdir(tmp_path)
     flow = small_flow()
     flow.push_to_hub("runs/first", token="hf_x")
     hub.requests.clear()
     for kind in (gf.GeoFlow, gf.PosteriorHead):
-        with pytest.raises(FileNotFoundError, match=r"runs/first does not exist; .* hf://runs/first"):
-            kind.from_pretrained(Path("runs/first"))
+        for name in ("runs/first", Path("runs/first")):
+            with pytest.raises(FileNotFoundError, match=r"runs/first does not exist; .* hf://runs/first"):
+                kind.from_pretrained(name)
     assert hub.requests == []
-    assert_same(flow, gf.GeoFlow.from_pretrained("runs/first"))
+    assert_same(flow, gf.GeoFlow.from_pretrained("hf://runs/first"))
 
 
 @pytest.mark.parametrize("kind", ["transformers", "sentence-transformers"])
