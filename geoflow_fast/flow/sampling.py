@@ -15,6 +15,7 @@ from geoflow_fast.geometry import check_rows
 from geoflow_fast.manifolds import SPHERE, Guided, Manifold
 from geoflow_fast.noise import NOISE_KINDS
 from geoflow_fast.runtime import checks
+from geoflow_fast.runtime.batches import check_batch_size, in_batches
 from geoflow_fast.runtime.device import rows_at_once
 from geoflow_fast.runtime.graphs import Solve
 from geoflow_fast.runtime.progress import Advance
@@ -70,6 +71,7 @@ def sample(
     solver: str | None = None,
     generator: torch.Generator | None = None,
     dims: tuple[int, int] | None = None,
+    batch_size: int | None = None,
     settings: SamplingSettings | None = None,
 ) -> Streams:
     """Draws samples from the flow and returns (image, text).
@@ -84,25 +86,30 @@ def sample(
 
     `settings` holds the same and more; a keyword that is given overrides it. Its `noise` is "iid"; "orthogonal" within
     blocks of d points; or "antithetic", pairs of opposite points. All queries start from the same M noise points, so
-    that differences between them are not due to noise, and results do not depend on how queries are batched. `dims`
-    (image, text) is needed only for a field that is not a `GeoFlow`.
+    that differences between them are not due to noise. `dims` (image, text) is needed only for a field that is not a
+    `GeoFlow`.
+
+    The ODE is solved for `batch_size` queries at a time, or pairs, by default as many as keep a processor's caches or a
+    GPU's memory busy. Results do not depend on it beyond rounding, and need no memory but their own.
     """
+    batch_size = check_batch_size(batch_size)
     if image is not None and text is not None:
         raise ValueError("give image or text, not both; gf.log_density scores a pair")
     keywords = {"n_samples": n_samples, "n_steps": n_steps, "guidance": guidance, "solver": solver}
     settings = settings_from(SamplingSettings(), settings, **keywords)
     field = as_flow(flow, dims)
     if image is None and text is None:
-        return _sample_joint(field, settings, generator)
+        return _sample_joint(field, settings, generator, batch_size)
     direction, stream = (Direction.T2I, TEXT) if image is None else (Direction.I2T, IMAGE)
     given = checks.with_values(text if image is None else image, STREAMS[stream])
     if given.dim() != 2:
         raise ValueError(f"{STREAMS[stream]} must be [Q, d], got {tuple(given.shape)}")
     field.check_embeddings(given, stream)
+    check_rows(given, STREAMS[stream])
     start = StartingPoints.draw(settings, field.flow_dims, direction, generator, field.manifold)
     # Rows of 16 bits are for networks of 16 bits, whose points are float32 all the same.
     points = given if field.network is None else given.to(field.example.dtype)
-    generated = sample_conditional(field, points, direction, start.to(points), settings)
+    generated = sample_conditional(field, points, direction, start.to(points), settings, batch_size=batch_size)
     return direction.pair(given, generated)
 
 
@@ -144,18 +151,21 @@ def sample_conditional(
     start: StartingPoints,
     settings: SamplingSettings,
     advance: Advance | None = None,
+    *,
+    batch_size: int | None = None,
+    total: int | None = None,
 ) -> Tensor:
     """Samples [Q, M, d] of the generated stream for the conditions `given` [Q, d'], unit rows. `advance(n)` is called
-    when those of n more conditions are done."""
+    when those of n more conditions are done. `total`: the conditions of the whole call, if these are a part of it, on
+    which depends what precision "auto" is."""
     stream, draws = direction.generated[0], len(start.generated)
-    check_rows(given, STREAMS[1 - stream])
     if len(given) == 0:
         return start.generated.new_empty(0, draws, flow.stream_from_flow(start.generated, stream).shape[1])
     copies = 1 if settings.guidance == 0 else 2
-    at_once = max(1, network_rows_at_once(flow, given, ROWS_AT_ONCE) // (copies * draws))
+    at_once = batch_size or max(1, network_rows_at_once(flow, given, ROWS_AT_ONCE) // (copies * draws))
     times = time_grid(settings.n_steps, kind=settings.grid)
     moments = evaluation_times(times, settings.solver)
-    rows = len(given) * draws * len(moments) * copies
+    rows = (total or len(given)) * draws * len(moments) * copies
 
     def prepare() -> Solve:
         """A solve for queries and starting points, with a network of its own."""
@@ -179,14 +189,17 @@ def sample_conditional(
 
         return solve
 
-    parts = []
     with flow.without_dropout():
         run = flow.replayed((direction, settings), prepare, settings.precision, rows)
-        for queries in flow.stream_to_flow(given, 1 - stream).split(at_once):
-            parts.append(run(queries, start.generated, start.condition))
+        queries = flow.stream_to_flow(given, 1 - stream)
+
+        def drawn(some: slice) -> Tensor:
+            samples = run(queries[some], start.generated, start.condition)
             if advance is not None:
-                advance(len(queries))
-    return torch.cat(parts)
+                advance(len(samples))
+            return samples
+
+        return in_batches(drawn, len(queries), at_once)
 
 
 def network_rows_at_once(flow: FlowField, like: Tensor, on_cpu: int) -> int:
@@ -231,7 +244,9 @@ def guided_rate(
 
 
 @torch.no_grad()
-def _sample_joint(flow: FlowField, settings: SamplingSettings, generator: torch.Generator | None) -> Streams:
+def _sample_joint(
+    flow: FlowField, settings: SamplingSettings, generator: torch.Generator | None, batch_size: int | None
+) -> Streams:
     manifold, n, kind = flow.manifold, settings.n_samples, settings.noise
     start = tuple(manifold.base_sample(n, d, kind, generator).to(flow.example) for d in flow.flow_dims)
     times = time_grid(settings.n_steps, kind=settings.grid)
@@ -251,7 +266,7 @@ def _sample_joint(flow: FlowField, settings: SamplingSettings, generator: torch.
 
     with flow.without_dropout():
         run = flow.replayed((Direction.JOINT, settings), prepare, settings.precision, rows)
-        at_once = network_rows_at_once(flow, start[0], n)
-        ends = torch.cat([run(*points) for points in zip(*(x.split(at_once) for x in start))])
+        at_once = batch_size or network_rows_at_once(flow, start[0], ROWS_AT_ONCE)
+        ends = in_batches(lambda some: run(*(x[some] for x in start)), n, at_once)
     image, text = ends.split(flow.flow_dims, dim=1)
     return flow.stream_from_flow(image, IMAGE), flow.stream_from_flow(text, TEXT)

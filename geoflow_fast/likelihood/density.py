@@ -30,6 +30,7 @@ from geoflow_fast.likelihood.neighbours import check_training_pairs, nearest_par
 from geoflow_fast.likelihood.reverse_ode import density_estimates, draw_seed, in_flow, probe_dimensions
 from geoflow_fast.likelihood.settings import DensitySettings
 from geoflow_fast.runtime import checks
+from geoflow_fast.runtime.batches import check_batch_size
 from geoflow_fast.runtime.settings import settings_from
 
 DRAWN = SamplingSettings(n_samples=1, n_steps=10, guidance=0.0, solver="ab2")
@@ -49,6 +50,7 @@ def log_density(
     generator: torch.Generator | None = None,
     return_stderr: bool = False,
     *,
+    batch_size: int | None = None,
     settings: DensitySettings | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Log-density at the pairs (`image` [B, d_I], `text` [B, d_T]), unit rows: float64 [B], in nats.
@@ -64,17 +66,23 @@ def log_density(
     `return_stderr` also returns the standard error [B] over the probes, of which there must be at least two. Probes
     depend on `generator` and the number of the row, aligned ones on its path too.
 
+    The ODE is solved for `batch_size` pairs at a time, by default as many as keep a processor's caches or a GPU's
+    memory busy; results do not depend on it beyond rounding.
+
     A `GeoFlow` is evaluated in eval mode. If it centres embeddings or reduces them to principal components, the density
     is that of the points in the flow's coordinates (`GeoFlow.to_flow`), not that of the embeddings.
     """
     direction = Direction.of(direction)
     keywords = {"n_steps": n_steps, "n_probes": n_probes, "solver": solver, "divergence": divergence}
     settings = settings_from(DensitySettings(), settings, **keywords)
+    if return_stderr and not _has_stderr(settings):
+        raise ValueError("return_stderr needs divergence='hutchinson' and n_probes >= 2")
+    batch_size = check_batch_size(batch_size)
     image, text = _pairs(field, image, text)
+    seed = draw_seed(generator, image)
+    estimates = density_estimates(field, image, text, (direction,), settings, seed, batch_size=batch_size)[0]
     if not return_stderr:
-        return density_estimates(field, image, text, (direction,), settings, draw_seed(generator, image))[0].mean(0)
-    _check_stderr(settings)
-    estimates = density_estimates(field, image, text, (direction,), settings, draw_seed(generator, image))[0]
+        return estimates.mean(0)
     return estimates.mean(0), _stderr(estimates, settings, field, (image, text), (direction,))
 
 
@@ -103,7 +111,7 @@ class Epistemic(Framed):
     """Epistemic score (Eq. 7): -image - text, or the sum of their distances from the typical values if these were
     given; of one side alone, that side's term."""
     stderr: Tensor | None = None
-    """Standard error of -image - text, or of the term of one side alone, over the probes, if requested."""
+    """Standard error of -image - text, or of the term of one side alone, over the probes, if there are two or more."""
     image_distances: Tensor | None = None
     """[B, k], one minus the cosines with the k nearest training images, nearest first, if training pairs were given as
     `text_partners`; k is 10, or the number of images if that is smaller."""
@@ -126,11 +134,11 @@ def epistemic(
     n_probes: int | None = None,
     solver: str | None = None,
     generator: torch.Generator | None = None,
-    return_stderr: bool = False,
     *,
     typical: tuple[float, float] | None = None,
     image_partners: Rows | EmbeddingPairs | None = None,
     text_partners: Rows | EmbeddingPairs | None = None,
+    batch_size: int | None = None,
     settings: DensitySettings | None = None,
 ) -> Epistemic:
     """Epistemic score and log-densities of the pairs (`image` [B, d_I], `text` [B, d_T]), unit rows, and with partners
@@ -138,7 +146,8 @@ def epistemic(
     left out: one side alone has a marginal and a score, -log p(image) or -log p(text).
 
     The joint and both conditional ODEs are solved as one batch with the same probes; aligned probes follow the joint
-    solve. `n_steps`, `n_probes`, `solver` and `settings` are those of `log_density`.
+    solve. `n_steps`, `n_probes`, `solver`, `batch_size` and `settings` are those of `log_density`. With two probes or
+    more the result has standard errors.
 
     The score is -log p(image) - log p(text). With `typical`, which is `Epistemic.typical()` of training pairs, it is
     the sum of |-log p - typical| over both modalities, because a density higher than that of training pairs is unusual
@@ -159,8 +168,7 @@ def epistemic(
     _check_typical(typical, (image is not None, text is not None))
     keywords = {"n_steps": n_steps, "n_probes": n_probes, "solver": solver}
     settings = settings_from(DensitySettings(), settings, **keywords)
-    if return_stderr:
-        _check_stderr(settings)
+    batch_size = check_batch_size(batch_size)
     encoders = getattr(getattr(field, "origin", None), "encoders", (None, None))
     own_image: Any
     own_text: Any
@@ -177,24 +185,25 @@ def epistemic(
         if useless is not None:
             own, missing = ("image", "text") if own_text is None else ("text", "image")
             raise ValueError(f"{own}_partners are partners of a {missing}, and no {missing} is given")
-        alone = _one_side(field, rows, partners, given, settings, generator)
-        return dataclasses.replace(alone.terms(typical, with_stderr=return_stderr), query_ids=ids or image_ids)
+        alone = _one_side(field, rows, partners, given, settings, generator, batch_size)
+        return dataclasses.replace(alone.terms(typical), query_ids=ids or image_ids)
     image, text = _pairs(field, own_image, own_text)
     texts = _partners(field, image, text_partners, Direction.I2T, text.shape[1])
     images = _partners(field, text, image_partners, Direction.T2I, image.shape[1])
     seed = draw_seed(generator, image)
-    estimates = density_estimates(field, image, text, DIRECTIONS, settings, seed)
+    estimates = density_estimates(field, image, text, DIRECTIONS, settings, seed, batch_size=batch_size)
     joint, i2t, t2i = estimates
 
     def marginal(own: Tensor, partners: _Partners, given: Direction) -> Tensor:
         """The mean [K, B] of a marginal over partners; probes of the nearest ones are those of the pair's own."""
         nearest = partners.distances is not None
-        others = _marginals(field, given.queries(image, text), partners, given, settings, seed if nearest else seed + 1)
+        first = seed if nearest else seed + 1
+        others = _marginals(field, given.queries(image, text), partners, given, settings, first, batch_size)
         return torch.stack(others if nearest else [own, *others]).mean(0)
 
     of_image = marginal(joint - i2t, texts, Direction.I2T)
     of_text = marginal(joint - t2i, images, Direction.T2I)
-    stderr = _stderr(of_image + of_text, settings, field, (image, text)) if return_stderr else None
+    stderr = _stderr(of_image + of_text, settings, field, (image, text)) if _has_stderr(settings) else None
     terms = chain_rule(estimates, (of_image, of_text), typical, stderr)
     named = dataclasses.replace(terms, query_ids=ids or image_ids)
     return dataclasses.replace(named, image_distances=texts.distances, text_distances=images.distances)
@@ -271,6 +280,8 @@ def _stderr(
     directions: Sequence[Direction] = DIRECTIONS,
 ) -> Tensor:
     """Standard error [B] of the mean of the estimates [K, B] for a pair (image, text) in these directions."""
+    if estimates.shape[1] == 0:  # torch warns of a spread of nothing
+        return estimates[0]
     freedom = max(probe_dimensions(as_flow(field, (pair[0].shape[1], pair[1].shape[1])), directions))
     return estimates.std(0) * math.sqrt(settings.correction(freedom) / settings.n_probes)
 
@@ -309,13 +320,20 @@ def _partners(
 
 
 def _marginals(
-    field: Field, rows: Tensor, partners: _Partners, given: Direction, settings: DensitySettings, seed: int | Tensor
+    field: Field,
+    rows: Tensor,
+    partners: _Partners,
+    given: Direction,
+    settings: DensitySettings,
+    seed: int | Tensor,
+    batch_size: int | None,
 ) -> list[Tensor]:
     """Estimates [K, B] of log p(rows), rows of the stream that is given in the direction `given`, with each partner."""
     every = []
     for number, other in enumerate(partners.rows):
         pair = given.pair(rows, other)
-        joint, conditional = density_estimates(field, *pair, (Direction.JOINT, given), settings, seed + number)
+        solved = field, *pair, (Direction.JOINT, given), settings, seed + number
+        joint, conditional = density_estimates(*solved, batch_size=batch_size)
         every.append(joint - conditional)
     return every
 
@@ -331,14 +349,14 @@ class _OneSide:
     settings: DensitySettings
     distances: Tensor | None
 
-    def terms(self, typical: tuple[float, float] | None, *, with_stderr: bool) -> Epistemic:
+    def terms(self, typical: tuple[float, float] | None) -> Epistemic:
         """The marginal and the score; what would need the other side is NaN."""
         value = self.marginal.mean(0)
         score = -value if typical is None else (-value - self.given.queries(*typical)).abs()
         unknown = torch.full_like(value, math.nan)
         image, text = self.given.pair(value, unknown)
         stderr = None
-        if with_stderr:
+        if _has_stderr(self.settings):
             stderr = _stderr(self.marginal, self.settings, self.field, self.pair, (Direction.JOINT, self.given))
         image_distances, text_distances = self.given.pair(self.distances, None)
         return Epistemic(
@@ -353,17 +371,23 @@ def _one_side(
     given: Direction,
     settings: DensitySettings,
     generator: torch.Generator | None,
+    batch_size: int | None,
 ) -> _OneSide:
     """The rows of the stream that is given in the direction `given`, with their partners or with one that the flow
     draws for each."""
     x = _rows(field, rows, STREAMS[1 - given.generated[0]])
     seed = draw_seed(generator, x)
-    chosen = _partners(field, x, partners, given) if partners is not None else _drawn_partners(field, x, given, seed)
-    marginal = torch.stack(_marginals(field, x, chosen, given, settings, seed)).mean(0)
+    if partners is not None:
+        chosen = _partners(field, x, partners, given)
+    else:
+        chosen = _drawn_partners(field, x, given, seed, batch_size)
+    marginal = torch.stack(_marginals(field, x, chosen, given, settings, seed, batch_size)).mean(0)
     return _OneSide(marginal, given, field, given.pair(x, chosen.rows[0]), settings, chosen.distances)
 
 
-def _drawn_partners(field: Field, rows: Tensor, given: Direction, seed: int | Tensor) -> _Partners:
+def _drawn_partners(
+    field: Field, rows: Tensor, given: Direction, seed: int | Tensor, batch_size: int | None
+) -> _Partners:
     """One partner for each of the rows, drawn by the flow from its conditional distribution. A strange row is thus
     paired with what the flow itself expects beside it."""
     other = given.generated[0]
@@ -374,7 +398,7 @@ def _drawn_partners(field: Field, rows: Tensor, given: Direction, seed: int | Te
         )
     generator = torch.Generator().manual_seed(int(seed))
     image, text = given.pair(rows, None)
-    drawn = sample(field, image=image, text=text, generator=generator, settings=DRAWN)
+    drawn = sample(field, image=image, text=text, generator=generator, batch_size=batch_size, settings=DRAWN)
     return _Partners((given.items(*drawn).squeeze(1),))
 
 
@@ -412,6 +436,6 @@ def _check_typical(typical: tuple[float, float] | None, has: tuple[bool, bool]) 
         raise ValueError(f"typical must be two finite numbers, for image and text, got {typical!r}")
 
 
-def _check_stderr(settings: DensitySettings) -> None:
-    if settings.n_probes < 2 or settings.exact:
-        raise ValueError("return_stderr needs divergence='hutchinson' and n_probes >= 2")
+def _has_stderr(settings: DensitySettings) -> bool:
+    """Whether there are several estimates of a density, whose spread is known."""
+    return settings.n_probes >= 2 and not settings.exact

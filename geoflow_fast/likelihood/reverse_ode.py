@@ -21,9 +21,13 @@ from geoflow_fast.flow.solvers import FiniteMonitor, Points, evaluation_times, i
 from geoflow_fast.geometry import capturing, check_rows
 from geoflow_fast.likelihood.evaluators import Evaluator, FieldEvaluator, NetworkEvaluator
 from geoflow_fast.likelihood.probes import Probes
-from geoflow_fast.likelihood.settings import CPU_MEMORY, DensitySettings
+from geoflow_fast.likelihood.settings import DensitySettings
 from geoflow_fast.manifolds import Manifold
+from geoflow_fast.runtime.batches import batch_rows, in_batches
 from geoflow_fast.runtime.device import rows_at_once
+
+CPU_MEMORY = 64 * 2**20
+"""Memory for the activations of a network on a CPU, in bytes: they should stay in its last-level cache."""
 
 
 def draw_seed(generator: torch.Generator | None, like: Tensor) -> int | Tensor:
@@ -43,9 +47,11 @@ def density_estimates(
     seed: int | Tensor,
     first_row: int = 0,
     given_number: Tensor | None = None,
+    *,
+    batch_size: int | None = None,
 ) -> Tensor:
     """Log-densities in all `directions` at pairs of unit rows [B, d], one estimate per probe: [directions, K, B]
-    float64.
+    float64. `batch_size` pairs are solved together, by default as many as fit into the memory of a batch.
 
     `first_row` is the number of the first pair: its probes are those it would have as row `first_row` of a larger call.
     `given_number` [B], for a single conditional direction: pairs with the same number have the same given point, which
@@ -60,27 +66,38 @@ def density_estimates(
     with flow.without_dropout(), torch.no_grad():
         if flow.network is not None:
             flow.network.check_points(image, text)
-            solver = _NetworkSolver(flow.network, tuple(directions), settings, len(image))
+            solver = _NetworkSolver(flow.network, tuple(directions), settings, len(image), batch_size)
             return solver.estimates((image, text), seed, first_row, given_number)
-        evaluator = FieldEvaluator(flow, directions, (image, text), settings, first_row)
         rows = torch.arange(first_row, first_row + len(image), device=image.device)
-        return _ReverseSolve(evaluator, flow.manifold, directions, (image, text), settings, seed, rows).run()
+
+        def solved(some: slice) -> Tensor:
+            pair = image[some], text[some]
+            evaluator = FieldEvaluator(flow, directions, pair, settings, first_row + some.start)
+            solve = _ReverseSolve(evaluator, flow.manifold, directions, pair, settings, seed, rows[some])
+            return solve.run().movedim(-1, 0)
+
+        size = batch_rows(batch_size, image.device, _field_bytes(image, text, directions, settings))
+        return in_batches(solved, len(image), size).movedim(0, -1).contiguous()
 
 
 class _NetworkSolver:
     """Solves `rows` pairs in all with a network, in chunks. On a GPU, chunks of one size are replayed."""
 
     def __init__(
-        self, network: GeoFlow, directions: tuple[Direction, ...], settings: DensitySettings, rows: int
+        self,
+        network: GeoFlow,
+        directions: tuple[Direction, ...],
+        settings: DensitySettings,
+        rows: int,
+        batch_size: int | None,
     ) -> None:
         self.network, self.directions, self.settings = network, directions, settings
         self.times = evaluation_times(time_grid(settings.n_steps, kind=settings.grid, reverse=True), settings.solver)
         self.network_rows = rows * len(self.times) * len(directions) * (1 + settings.n_probes)
-        most = pairs_at_once(network, directions, settings)
+        most = batch_size or pairs_at_once(network, directions, settings)
         # Chunks of a CPU are of equal size; those of a GPU have the size of all other large calls.
         chunks = max(1, -(-rows // most))
         self.at_once = most if network.example.is_cuda else max(1, -(-rows // chunks))
-        # Settings that differ in memory alone are of one kind.
         kind = directions, tuple(settings.facts().items())
         self.run = network.replayed(kind, self._prepare, settings.precision, self.network_rows)
 
@@ -121,8 +138,8 @@ class _NetworkSolve:
 
 
 def pairs_at_once(flow: GeoFlow, directions: Sequence[Direction], settings: DensitySettings) -> int:
-    """The most pairs whose buffers and probes fit into the memory of the settings; on a GPU, by default, as many as its
-    memory allows and its products gain from (`runtime.device.rows_at_once`)."""
+    """The most pairs whose buffers and probes fit into `CPU_MEMORY`; on a GPU as many as its memory allows and its
+    products gain from (`runtime.device.rows_at_once`)."""
     config, like = flow.config, flow.example
     dims = config.flow_dims
     tangents = dims if settings.exact else (settings.n_probes, settings.n_probes)
@@ -136,9 +153,21 @@ def pairs_at_once(flow: GeoFlow, directions: Sequence[Direction], settings: Dens
         numbers += (1 + count) * (14 * config.hidden + 6 * config.inner)
         numbers += sum((1 + tangents[s]) * (2 * dims[s] + config.hidden) for s in direction.generated)
     size = numbers * like.element_size()
-    if settings.memory is None and like.is_cuda:
+    if like.is_cuda:
         return max(1, rows_at_once(like.device, size / rows, 1) // rows)
-    return max(1, (settings.memory or CPU_MEMORY) // size)
+    return max(1, CPU_MEMORY // size)
+
+
+def _field_bytes(image: Tensor, text: Tensor, directions: Sequence[Direction], settings: DensitySettings) -> int:
+    """Memory that one pair takes while a field is solved of which nothing is known: points and velocities, and for each
+    tangent the probe, what the Jacobian makes of it, and the field's own tape, which is taken to be as large."""
+    widths = image.shape[1], text.shape[1]
+    numbers = sum(
+        widths[stream] * (8 + 4 * (widths[stream] if settings.exact else settings.n_probes))
+        for direction in directions
+        for stream in direction.generated
+    )
+    return numbers * image.element_size()
 
 
 class _ReverseSolve:

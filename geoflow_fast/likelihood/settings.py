@@ -14,9 +14,6 @@ PROBES = ("aligned", "gaussian", "rademacher")
 ORTHOGONAL = ("steps", "probes", "none")
 TANGENTS = ("separate", "combined", "alternating")
 
-CPU_MEMORY = 64 * 2**20
-"""Default memory for the activations of a network on a CPU, in bytes: they should stay in its last-level cache."""
-
 
 @dataclass(frozen=True)
 class DensitySettings:
@@ -42,9 +39,6 @@ class DensitySettings:
     `precision` of a network's matrix products: "float32"; "tf32" on GPUs that have it; "bfloat16", about twice as fast
     on processors and GPUs with units for it; or "auto", which is bfloat16 where that is faster, else float32. All the
     rest is float32, and traces are summed in float64.
-
-    `memory`: bytes for the activations of a network, which limits how many rows it evaluates at a time; by default 64
-    MiB on a CPU and half of what is free on a GPU, or 32,768 rows. This does not change the result beyond rounding.
     """
 
     n_steps: int = 10
@@ -57,7 +51,6 @@ class DensitySettings:
     tangents: str = "separate"
     grid: str = "uniform"
     shared: bool = False
-    memory: int | None = None
     precision: str = "float32"
     probe_kind: str = field(init=False, repr=False)
     """What `probe` stands for if it is None."""
@@ -69,7 +62,7 @@ class DensitySettings:
     """Whether one tangent moves both streams of the joint solve."""
 
     def __post_init__(self) -> None:
-        for name in ("n_steps", "n_probes") if self.memory is None else ("n_steps", "n_probes", "memory"):
+        for name in ("n_steps", "n_probes"):
             object.__setattr__(self, name, checks.integer(getattr(self, name), name, 1))  # plain ones, for files
         for name in ("redraw", "shared"):
             checks.boolean(getattr(self, name), name)
@@ -98,8 +91,7 @@ class DensitySettings:
             raise ValueError("probe='aligned' follows the path of every row: it needs redraw=True and shared=False")
 
     def facts(self) -> dict[str, Any]:
-        """Everything that the numbers depend on, by which a job or a calibration is recognised. `memory` only changes
-        rounding and is left out."""
+        """Everything that the numbers depend on, by which a job or a calibration is recognised."""
         names = ("n_steps", "n_probes", "solver", "divergence", "probe", "redraw", "orthogonal", "tangents", "grid")
         values = {name: getattr(self, name) for name in (*names, "shared", "precision")}
         return values | {"probe": self.probe_kind, "orthogonal": self.orthogonal_to}

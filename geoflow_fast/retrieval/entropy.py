@@ -3,6 +3,7 @@ the points of a head."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from geoflow_fast.retrieval.freshness import OncePerGallery, flow_marks, marks
 from geoflow_fast.retrieval.gallery import Gallery, GallerySource
 from geoflow_fast.retrieval.sources import FlowSource, HeadSource, ScoringPoints, Source
 from geoflow_fast.runtime import checks, hashing
+from geoflow_fast.runtime.batches import batch_rows, check_batch_size, in_batches
 from geoflow_fast.runtime.progress import Advance
 from geoflow_fast.runtime.settings import settings_from
 
@@ -239,20 +241,48 @@ class RetrievalEntropy(nn.Module):
     if TYPE_CHECKING:  # a module's call has no types of its own
 
         def __call__(
-            self, queries: Tensor | Array | Embeddings, advance: Advance | None = None
+            self,
+            queries: Tensor | Array | Embeddings,
+            advance: Advance | None = None,
+            *,
+            batch_size: int | None = None,
         ) -> RetrievalPosterior: ...
 
     @torch.no_grad()
-    def forward(self, queries: Tensor | Array | Embeddings, advance: Advance | None = None) -> RetrievalPosterior:
+    def forward(
+        self,
+        queries: Tensor | Array | Embeddings,
+        advance: Advance | None = None,
+        *,
+        batch_size: int | None = None,
+    ) -> RetrievalPosterior:
         """Posterior over the gallery for each of the `queries` [Q, d], unit rows: a tensor or an array in any
         floating-point type, or `gf.Embeddings`, whose ids the result then has. `advance(n)`, if given, is called
-        whenever the samples of n more queries are drawn."""
+        whenever the samples of n more queries are drawn.
+
+        The samples of `batch_size` queries are in memory at a time, by default those that 128 MB or half of a GPU's
+        spare memory have room for. Each batch is one pass over the gallery. Results do not depend on it beyond
+        rounding.
+        """
         made_for = self.direction.queries(*self.source.origin.encoders)
         queries, query_ids = named_rows(queries, {f"the {self.source.NAME}": made_for})
-        queries = checks.rows(queries, "queries", self.query_dim, self.source.example, "Q")
-        drawn = (self._draw_among_ranks if self.gallery.is_divided else self.source.draw)(queries, advance)
-        samples = drawn.samples
+        rows = checks.rows(queries, "queries", self.query_dim, self.source.example, "Q")
+        check_rows(rows, "queries")
         bias = -self.item_marginals() if isinstance(self.source, HeadSource) else None
+        size = batch_rows(check_batch_size(batch_size), rows.device, self.source.point_bytes)
+        if self.gallery.is_divided:
+            size = self.gallery.world.share(size)  # ranks draw and score together
+
+        def scored(some: slice) -> RetrievalPosterior:
+            return self._scored(rows[some], len(rows), bias, advance)
+
+        return dataclasses.replace(in_batches(scored, len(rows), size), query_ids=query_ids, item_ids=self.gallery.ids)
+
+    def _scored(self, queries: Tensor, total: int, bias: Tensor | None, advance: Advance | None) -> RetrievalPosterior:
+        """The posterior for one batch of `total` queries, with the `bias` [N] of items."""
+        draw = self._draw_among_ranks if self.gallery.is_divided else self.source.draw
+        drawn = draw(queries, advance, total)
+        samples = drawn.samples
         statistics = self.gallery.statistics(
             samples, drawn.kappa, self.top_k, bias, sample_bias=drawn.bias, precision=drawn.precision
         )
@@ -265,8 +295,6 @@ class RetrievalEntropy(nn.Module):
             risk_lower_bound(post.entropy, len(self.gallery)).to(samples.device),
             post.top_index,
             top_prob,
-            query_ids,
-            self.gallery.ids,
         )
 
     score = forward
@@ -278,14 +306,15 @@ class RetrievalEntropy(nn.Module):
 
     def draw(self, queries: Tensor, advance: Advance | None = None) -> Tensor:
         """Samples [Q, M, d] of the gallery's modality for each of the `queries` [Q, d'], drawn from the flow."""
+        check_rows(queries, "queries")
         return self._flow_source.draw(queries, advance).samples
 
-    def _draw_among_ranks(self, queries: Tensor, advance: Advance | None) -> ScoringPoints:
+    def _draw_among_ranks(self, queries: Tensor, advance: Advance | None, total: int) -> ScoringPoints:
         """Draws the same points as the source does; each rank draws those of its share of the queries."""
         world = self.gallery.world
         shares = world.shares(len(queries))
         own, counts = shares[world.rank], [len(share) for share in shares]
-        drawn = self.source.draw(queries[own.start : own.stop])
+        drawn = self.source.draw(queries[own.start : own.stop], None, total)
         if advance is not None:
             advance(len(queries))
         bias = None if drawn.bias is None else world.gather_rows(drawn.bias, counts)

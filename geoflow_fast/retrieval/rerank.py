@@ -13,7 +13,7 @@ import glob
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +42,7 @@ from geoflow_fast.retrieval.calibration import (
     UNCALIBRATED_COSINE,
     UNCALIBRATED_HEAD,
     Calibration,
+    CheapFit,
     FlowAsked,
     changed_facts,
     close_call,
@@ -62,12 +63,15 @@ from geoflow_fast.retrieval.item_bank import ItemBank
 from geoflow_fast.retrieval.sources import HeadSource
 from geoflow_fast.retrieval.task import RetrievalTask, drawn_rows, judged_items
 from geoflow_fast.runtime import checks, hashing
+from geoflow_fast.runtime.batches import batch_rows, check_batch_size, in_batches, put_rows
 from geoflow_fast.runtime.device import rows_at_once
 from geoflow_fast.runtime.progress import Advance, progress_bar
 from geoflow_fast.runtime.tensors import load_tensors, save_tensors
 
 PAIRS_AT_ONCE = 2048
 """(query, item) pairs whose embeddings are gathered at a time on a CPU."""
+CELL_BYTES = 400
+"""What the evidence about a (query, item) pair takes in memory while it is read out: some fifty numbers."""
 EMBEDDINGS = 4
 """Copies of a pair's embeddings that are in memory at a time, where a GPU gathers as many pairs as fit."""
 SHORTLIST, WHOLE_SHORTLIST, FLOW_ITEMS = 128, 512, 32
@@ -374,10 +378,16 @@ class BayesReranker(nn.Module):
             candidates: Candidates | None = None,
             *,
             no_match_share: float = 0.0,
+            batch_size: int | None = None,
         ) -> Reranked: ...
 
     def forward(
-        self, queries: Tensor | Array | Embeddings, candidates: Candidates | None = None, *, no_match_share: float = 0.0
+        self,
+        queries: Tensor | Array | Embeddings,
+        candidates: Candidates | None = None,
+        *,
+        no_match_share: float = 0.0,
+        batch_size: int | None = None,
     ) -> Reranked:
         """Posterior of each of the `queries` [Q, d], unit rows, over its shortlist or over `candidates` [Q, K]: numbers
         of gallery rows, padded with -1. Queries are a tensor or an array in any floating-point type, or
@@ -388,8 +398,11 @@ class BayesReranker(nn.Module):
         length, so calibrate with a `shortlist` of it where the probabilities must be right. A single candidate is
         compared with nothing: its probability is the same for all queries. `no_match_share`: the share of queries for
         which nothing in the gallery is right, from 0 to 1, which `p_no_match` begins with.
+
+        The evidence about `batch_size` queries is in memory at a time, by default as much as 128 MB or half of a GPU's
+        spare memory have room for. Results do not depend on it beyond rounding.
         """
-        reranked = self.rerank(queries, candidates, no_match_share=no_match_share)
+        reranked = self.rerank(queries, candidates, no_match_share=no_match_share, batch_size=batch_size)
         if not reranked.calibrated:
             warnings.warn(
                 f"BayesReranker is uncalibrated: {self.plain_weights}. Call calibrate with held-out pairs first",
@@ -405,6 +418,7 @@ class BayesReranker(nn.Module):
         advance: Advance | None = None,
         *,
         no_match_share: float = 0.0,
+        batch_size: int | None = None,
     ) -> Reranked:
         """Same as `forward` without its warning, and calls `advance(n)` whenever n more queries are done."""
         encoders = self._calibrated_for()
@@ -428,16 +442,36 @@ class BayesReranker(nn.Module):
         asks_flow = "flow" in calibration.by_feature
         # Without a calibration nothing says which of many items to ask the flow about.
         length = self.flow_items if asks_flow and calibration.cheap is None else self.shortlist
-        index = self._shortlists(queries, length) if candidates is None else self.pooled(queries, candidates)
-        evidence = self._evidence(queries, index, calibration.cheap_features, None if asks_flow else advance)
-        asked = torch.zeros(len(queries), dtype=torch.bool, device=queries.device)
-        if asks_flow:
-            asked = self._asks_flow(evidence, calibration)
+        listed = None if candidates is None else self._checked_candidates(queries, candidates)
+        width = length if listed is None else listed.shape[1]
+        size = batch_rows(check_batch_size(batch_size), queries.device, CELL_BYTES * width)
+        cheap = None if self.budget is None or not asks_flow else calibration.cheap
+        gaps = torch.zeros(len(queries), dtype=torch.float64, device=queries.device)
+
+        def answers(rows: slice | Tensor, asked: bool) -> Reranked:
+            """Those to the queries `rows`, with the flow as evidence if it is `asked`."""
+            some = queries[rows]
+            if listed is None:
+                numbers = range(len(queries))[rows] if isinstance(rows, slice) else rows.tolist()
+                index = self._shortlists(some, length, numbers)
+            else:
+                index = self._without_copies(listed[rows])
+            evidence = self._evidence(some, index, calibration.cheap_features, None if asks_flow else advance)
+            if cheap is not None and not asked:
+                gaps[rows] = close_call(cheap.probabilities(evidence))
+            if asks_flow:
+                evidence = self._with_flow(some, index, evidence, asked, advance)
+            bank = self._bank_level(some, calibration)
+            return self._read_out(index, evidence, asked, calibration, bank, queries.dtype, no_match_share)
+
+        # Within a budget, all queries are answered without the flow first: that tells which ones to ask it about.
+        reranked = in_batches(lambda rows: answers(rows, asks_flow and cheap is None), len(queries), size)
+        if cheap is not None:
+            chosen = self._closest_calls(gaps, cheap).nonzero().squeeze(1)
             if advance is not None:
-                advance(int((~asked).sum()))
-            evidence = self._with_flow(queries, index, evidence, asked, advance)
-        bank = self._bank_level(queries, calibration)
-        reranked = self._read_out(index, evidence, asked, calibration, bank, queries.dtype, no_match_share)
+                advance(len(queries) - len(chosen))
+            with_flow = in_batches(lambda rows: answers(chosen[rows], True), len(chosen), size)
+            put_rows(reranked, chosen, with_flow)
         return dataclasses.replace(reranked, query_ids=query_ids, item_ids=self.gallery.ids)
 
     def _bank_level(self, queries: Tensor, calibration: Calibration) -> BankLevel | None:
@@ -467,20 +501,16 @@ class BayesReranker(nn.Module):
         own = own if self.flow is None else "the flow's own"
         return f"probabilities are {own} and may be far off, and none is left for items outside the shortlist"
 
-    def _asks_flow(self, evidence: Evidence, calibration: Calibration) -> Tensor:
-        """For which queries the flow is asked: all or, within a budget, those with the closest calls between the two
-        most probable items. How close was decided on held-out queries; and of the queries of one call no more than
-        their share are asked, but one may be."""
-        everyone = torch.ones(len(evidence.valid), dtype=torch.bool, device=evidence.valid.device)
-        cheap = calibration.cheap
-        if self.budget is None or cheap is None:
-            return everyone
-        gap = close_call(cheap.probabilities(evidence))
+    def _closest_calls(self, gap: Tensor, cheap: CheapFit) -> Tensor:
+        """For which queries the flow is asked within the budget: those with the closest calls, the least difference
+        `gap` [Q] between the two most probable items. How close was decided on held-out queries; and of the queries of
+        one call no more than their share are asked, but one may be."""
+        assert self.budget is not None
         level = self.budget * (len(cheap.gaps) - 1)
         low, high = math.floor(level), math.ceil(level)
         limit = cheap.gaps[low] + (level - low) * (cheap.gaps[high] - cheap.gaps[low])
         most = max(1, math.floor(self.budget * len(gap))) if self.budget > 0 else 0
-        closest = torch.zeros_like(everyone)
+        closest = torch.zeros_like(gap, dtype=torch.bool)
         closest[gap.argsort(stable=True)[:most]] = True
         return closest & (gap <= limit)
 
@@ -656,16 +686,18 @@ class BayesReranker(nn.Module):
         path = checks.path(path, "path")
         return path / f"rerank_{self.direction}.json" if path.is_dir() else path
 
-    def _shortlists(self, queries: Tensor, length: int) -> Tensor:
+    def _shortlists(self, queries: Tensor, length: int, numbers: Sequence[int] | None = None) -> Tensor:
         """Numbers [Q, K] of the gallery rows in each query's shortlist, `length` different items, -1 where there are
-        fewer. Where copies took the room of others, more hits are fetched, a few times."""
-        index, hits = self._without_copies(self._hits(queries, length)), length
+        fewer. Where copies took the room of others, more hits are fetched, a few times. `numbers`: by which errors name
+        the queries, if these are some of a call."""
+        numbers = range(len(queries)) if numbers is None else numbers
+        index, hits = self._without_copies(self._hits(queries, length, numbers)), length
         for _ in range(MORE_HITS):
             few = ((index >= 0).sum(1) < LEAST_DISTINCT * length).nonzero().squeeze(1)
             hits = min(2 * hits, len(self.gallery))
             if not len(few) or hits <= length:
                 break
-            more = self._without_copies(self._hits(queries[few], hits))
+            more = self._without_copies(self._hits(queries[few], hits, [numbers[row] for row in few.tolist()]))
             order = (more < 0).byte().argsort(dim=1, stable=True)[:, :length]
             index[few] = more.gather(1, order)
         return index
@@ -679,19 +711,21 @@ class BayesReranker(nn.Module):
             parts.append(rows.masked_fill(valid & (first_numbers(items, rows, valid) != rows), -1))
         return torch.cat(parts)
 
-    def _hits(self, queries: Tensor, count: int) -> Tensor:
+    def _hits(self, queries: Tensor, count: int, numbers: Sequence[int]) -> Tensor:
         """Numbers [Q, K] of the `count` gallery rows that a search finds, -1 where there are fewer."""
         if self.shortlist_by == "head":
-            return self._hits_of_head(queries, count)
+            return self._hits_of_head(queries, count, numbers)
         if self.store is None:
             return self.gallery.search(queries, count)[1]
-        return self._checked_candidates(queries, self.store.search(queries.float().cpu().numpy(), count)[1])
+        return self._checked_candidates(queries, self.store.search(queries.float().cpu().numpy(), count)[1], numbers)
 
     def pooled(self, queries: Tensor, candidates: Candidates) -> Tensor:
         """The candidates [Q, K], with -1 instead of copies."""
         return self._without_copies(self._checked_candidates(queries, candidates))
 
-    def _checked_candidates(self, queries: Tensor, candidates: Candidates) -> Tensor:
+    def _checked_candidates(
+        self, queries: Tensor, candidates: Candidates, numbers: Sequence[int] | None = None
+    ) -> Tensor:
         index = torch.as_tensor(candidates, device=queries.device)
         is_integer = not (index.is_floating_point() or index.is_complex() or index.dtype == torch.bool)
         if not is_integer or index.dim() != 2 or len(index) != len(queries) or index.shape[1] == 0:
@@ -707,10 +741,11 @@ class BayesReranker(nn.Module):
         }
         for what, bad in wrong.items():
             if bool(bad.any()):
-                raise ValueError(f"candidates of query {int(bad.any(1).nonzero()[0])} {what}")
+                row = int(bad.any(1).nonzero()[0])
+                raise ValueError(f"candidates of query {row if numbers is None else numbers[row]} {what}")
         return index
 
-    def _hits_of_head(self, queries: Tensor, count: int) -> Tensor:
+    def _hits_of_head(self, queries: Tensor, count: int, numbers: Sequence[int]) -> Tensor:
         """The items with the largest scores of the head, from one pass over the gallery or from a search of the store
         for each point of a query."""
         assert self.source is not None
@@ -725,7 +760,7 @@ class BayesReranker(nn.Module):
                 precision=drawn.precision,
             ).top_index
         points = torch.nn.functional.normalize(drawn.samples, dim=-1).flatten(0, 1)
-        hits = self._checked_rows(self.store.search(points.float().cpu().numpy(), count)[1], len(queries), len(points))
+        hits = self._checked_rows(self.store.search(points.float().cpu().numpy(), count)[1], numbers, len(points))
         index = hits.to(queries.device).reshape(len(queries), -1).sort(1).values
         again = torch.nn.functional.pad(index[:, 1:] == index[:, :-1], (1, 0))
         index = index.masked_fill(again, -1)
@@ -735,19 +770,20 @@ class BayesReranker(nn.Module):
         best = score.masked_fill(index < 0, -math.inf).topk(min(count, index.shape[1]), dim=1).indices
         return index.gather(1, best)
 
-    def _checked_rows(self, rows: object, queries: int, points: int) -> Tensor:
-        """The rows [points, K] of the gallery that a store has found for the points of some queries; -1 is no row."""
-        numbers = checks.array(rows, "what the store has found")
-        if numbers.dtype.kind not in "iu" or numbers.ndim != 2 or len(numbers) != points:
-            shape = f"{numbers.dtype} {list(numbers.shape)}"
+    def _checked_rows(self, rows: object, queries: Sequence[int], points: int) -> Tensor:
+        """The rows [points, K] of the gallery that a store has found for the points of the queries with these numbers;
+        -1 is no row."""
+        found = checks.array(rows, "what the store has found")
+        if found.dtype.kind not in "iu" or found.ndim != 2 or len(found) != points:
+            shape = f"{found.dtype} {list(found.shape)}"
             raise ValueError(f"the store must give row numbers, whole numbers [{points}, K], got {shape}")
-        wrong = (numbers < -1) | (numbers >= len(self.gallery))
+        wrong = (found < -1) | (found >= len(self.gallery))
         if wrong.any():
             point, hit = np.argwhere(wrong)[0]
-            query = int(point) * queries // points
-            unknown = f"row {numbers[point, hit]} of a gallery of {len(self.gallery)}"
+            query = queries[int(point) * len(queries) // points]
+            unknown = f"row {found[point, hit]} of a gallery of {len(self.gallery)}"
             raise ValueError(f"the store gave query {query} {unknown}")
-        return torch.from_numpy(numbers.astype(np.int64))
+        return torch.from_numpy(found.astype(np.int64))
 
     def head_marginals(self) -> Tensor:
         """What is subtracted from the head's scores of all items when shortlists are chosen by them: [N]."""
@@ -828,15 +864,18 @@ class BayesReranker(nn.Module):
         return numbers
 
     def _with_flow(
-        self, queries: Tensor, index: Tensor, evidence: Evidence, asked: Tensor, advance: Advance | None
+        self, queries: Tensor, index: Tensor, evidence: Evidence, asked: bool, advance: Advance | None
     ) -> Evidence:
-        """The evidence with log p(query | item) for the queries that are `asked` [Q], and zeros for the others: of all
-        items or, in two tiers, of the most probable ones without the flow."""
+        """The evidence with log p(query | item) if the flow is `asked`, and zeros if not: of all items or, in two
+        tiers, of the most probable ones without the flow."""
         calibration, items = self.calibration, evidence.valid
         has_tiers = calibration is not None and calibration.rest is not None
+        if not asked:
+            features = {**evidence.features, "flow": torch.zeros_like(evidence.nearness)}
+            nothing = torch.zeros_like(items) if has_tiers else None
+            return dataclasses.replace(evidence, features=features, asked=nothing)
         if calibration is not None and calibration.cheap is not None and has_tiers:
             items = most_probable(calibration.cheap.logits(evidence)[:, :-1], evidence.valid, self.flow_items)
-        items = items & asked.unsqueeze(1)
 
         def take(number: Tensor) -> Tensor:
             return self.gallery.take(number.clamp(min=0), queries.dtype)
@@ -862,8 +901,7 @@ class BayesReranker(nn.Module):
         if queries.is_cuda and self.flow is not None:
             at_once = pairs_at_once(self.flow, (self.direction.reverse,), self.density)
         every = torch.arange(len(queries), device=queries.device)
-        rows_asked = every if self.budget is None else asked.any(1).nonzero().squeeze(1)
-        for rows in rows_asked.split(max(1, at_once // most)):
+        for rows in every.split(max(1, at_once // most)):
             chosen = number[rows].gather(1, column[rows])
             there = asked[rows].gather(1, column[rows])
             estimate = self.log_densities(queries[rows], take(chosen), chosen, there)
@@ -900,30 +938,24 @@ class BayesReranker(nn.Module):
         self,
         index: Tensor,
         evidence: Evidence,
-        asked: Tensor,
+        asked: bool,
         calibration: Calibration,
         bank: BankLevel | None,
         dtype: torch.dtype,
         no_match_share: float,
     ) -> Reranked:
-        every = calibration.probabilities(evidence)  # "outside" is last
-        cheap = calibration.cheap
+        fitted = calibration if asked or calibration.cheap is None else calibration.cheap
+        every = fitted.probabilities(evidence)  # "outside" is last
         # Items that tie are in the order of their numbers; those that are missing come after all others.
         nearness = evidence.nearness.masked_fill(~evidence.valid, -math.inf)
         tied = nearness == nearness.amax(1, keepdim=True)
         best = index.masked_fill(~(tied & evidence.valid), len(self.gallery)).argmin(1, keepdim=True)
-        if cheap is not None and not bool(asked.all()):
-            every = torch.where(asked.unsqueeze(1), every, cheap.probabilities(evidence))
-        meant, per_query = every.gather(1, best).squeeze(1), calibration.right_per_query
-        p_answer = probability_right(meant, per_query, calibration.platt)
-        if cheap is not None:
-            p_answer = torch.where(asked, p_answer, probability_right(meant, per_query, cheap.platt))
+        meant = every.gather(1, best).squeeze(1)
+        p_answer = probability_right(meant, calibration.right_per_query, fitted.platt)
         features = query_features(evidence, every, best.squeeze(1), bank)
         relevance, p_no_match = calibration.item_relevance(every), torch.zeros_like(meant)
         if no_match_share and calibration.no_match is not None:
-            p_no_match = calibration.no_match.probability(features, no_match_share)
-            if cheap is not None and cheap.no_match is not None:
-                p_no_match = torch.where(asked, p_no_match, cheap.no_match.probability(features, no_match_share))
+            p_no_match = (fitted.no_match or calibration.no_match).probability(features, no_match_share)
         matches = (1 - p_no_match).unsqueeze(1)
         number, by_number = index.masked_fill(~evidence.valid, len(self.gallery)).sort(1)
         prob = every.gather(1, by_number).masked_fill(number == len(self.gallery), -1.0)
@@ -941,28 +973,22 @@ class BayesReranker(nn.Module):
             entropy.to(dtype),
             risk_lower_bound(entropy, choices),
             self.calibration is not None,
-            asked,
+            torch.full_like(meant, asked, dtype=torch.bool),
             torch.stack([*features.values()], dim=1),
             (relevance * matches).gather(1, order).to(dtype),
             p_no_match.to(dtype),
-            self._parts(evidence, asked, calibration).gather(1, order.unsqueeze(2).expand(-1, -1, kinds)).to(dtype),
+            self._parts(evidence, calibration, fitted).gather(1, order.unsqueeze(2).expand(-1, -1, kinds)).to(dtype),
         )
 
-    def _parts(self, evidence: Evidence, asked: Tensor, calibration: Calibration) -> Tensor:
-        """What each kind of evidence adds to the logits of the items [Q, K, e]."""
-
-        def parts(weights: Mapping[str, float]) -> Tensor:
-            known = [name for name in names if name in evidence.features]
-            design = evidence.design(known)[:, :-1, : len(known)]
-            columns = dict(zip(known, design.unbind(2)))
-            zero = torch.zeros_like(evidence.nearness)
-            return torch.stack([columns.get(name, zero) * weights.get(name, 0.0) for name in names], dim=2)
-
-        names, cheap = list(calibration.by_feature), calibration.cheap
-        every = parts(calibration.by_feature)
-        if cheap is None or bool(asked.all()):
-            return every
-        return torch.where(asked[:, None, None], every, parts(cheap.weights))
+    def _parts(self, evidence: Evidence, calibration: Calibration, fitted: Calibration | CheapFit) -> Tensor:
+        """What each kind of evidence adds to the logits of the items [Q, K, e], with the weights that were `fitted`."""
+        weights = fitted.weights if isinstance(fitted, CheapFit) else fitted.by_feature
+        known = [name for name in calibration.by_feature if name in evidence.features]
+        design = evidence.design(known)[:, :-1, : len(known)]
+        columns = dict(zip(known, design.unbind(2)))
+        zero = torch.zeros_like(evidence.nearness)
+        each = [columns.get(name, zero) * weights.get(name, 0.0) for name in calibration.by_feature]
+        return torch.stack(each, dim=2)
 
 
 def _checked_lengths(shortlist: object) -> tuple[int, int] | None:

@@ -69,10 +69,15 @@ class Source(ABC):
         """What a score depends on if an ODE is solved for it."""
         return {}
 
+    @property
     @abstractmethod
-    def draw(self, queries: Tensor, advance: Advance | None = None) -> ScoringPoints:
-        """The points of queries [Q, d], which must be unit rows. `advance(n)` is called when those of n more queries
-        are there."""
+    def point_bytes(self) -> int:
+        """Memory that the points of one query take."""
+
+    @abstractmethod
+    def draw(self, queries: Tensor, advance: Advance | None = None, total: int | None = None) -> ScoringPoints:
+        """The points of queries [Q, d], which are unit rows. `advance(n)` is called when those of n more queries
+        are there. `total`: the queries of the whole call, if these are a part of it."""
 
     @abstractmethod
     def digest(self) -> str:
@@ -118,10 +123,14 @@ class FlowSource(Source):
             "precision": self.sampling.precision,
         }
 
-    def draw(self, queries: Tensor, advance: Advance | None = None) -> ScoringPoints:
+    @property
+    def point_bytes(self) -> int:
+        return self.sampling.n_samples * self.item_dim * self.start.generated.element_size()
+
+    def draw(self, queries: Tensor, advance: Advance | None = None, total: int | None = None) -> ScoringPoints:
         self.start = start = self.start.to(self.example)  # copied to a GPU once
         queries = queries.to(start.generated)
-        samples = sample_conditional(self.flow, queries, self.direction, start, self.sampling, advance)
+        samples = sample_conditional(self.flow, queries, self.direction, start, self.sampling, advance, total=total)
         return ScoringPoints(samples, self.kappa, precision=self.precision)
 
     def digest(self) -> str:
@@ -147,7 +156,11 @@ class HeadSource(Source):
         """Whether the items' marginals depend on typical queries."""
         return self.head.hub_weight_of(self.direction) != 0
 
-    def draw(self, queries: Tensor, advance: Advance | None = None) -> ScoringPoints:
+    @property
+    def point_bytes(self) -> int:
+        return self.head.config.points * self.item_dim * self.example.element_size()
+
+    def draw(self, queries: Tensor, advance: Advance | None = None, total: int | None = None) -> ScoringPoints:  # noqa: ARG002
         points = self.head.points(queries, self.direction)
         if advance is not None:
             advance(len(queries))

@@ -74,8 +74,8 @@ def test_probes_are_those_of_the_pair_itself():
     """A pair that is its own nearest neighbour has the same marginals, noise included, as without training pairs."""
     flow, (image, text) = random_flow(torch.float32), random_pairs(7, torch.float32)
     training = gf.EmbeddingPairs.from_arrays(image, text)
-    ep = gf.epistemic(flow, image, text, n_probes=2, return_stderr=True, generator=seeded(), **both(training))
-    own = gf.epistemic(flow, image, text, n_probes=2, return_stderr=True, generator=seeded())
+    ep = gf.epistemic(flow, image, text, n_probes=2, generator=seeded(), **both(training))
+    own = gf.epistemic(flow, image, text, n_probes=2, generator=seeded())
     for name in ("image", "text", "pmi", "score", "stderr"):
         torch.testing.assert_close(getattr(ep, name), getattr(own, name), rtol=1e-4, atol=1e-4)
 

@@ -82,7 +82,6 @@ def test_standard_errors_and_typical_values():
             image=image,
             text_partners=image[:1, :5] / image[:1, :5].norm(),
             n_probes=4,
-            return_stderr=True,
             generator=seeded(s),
         )
         for s in range(12)

@@ -320,18 +320,25 @@ MODELS = [
     Target(
         "sample",
         functools.partial(gf.sample, small_flow()),
-        lambda: {"text": unit(3, TEXT), "n_samples": 2, "n_steps": 2, "guidance": 1.0, "solver": "euler"},
+        lambda: {
+            "text": unit(3, TEXT),
+            "n_samples": 2,
+            "n_steps": 2,
+            "guidance": 1.0,
+            "solver": "euler",
+            "batch_size": 2,
+        },
     ),
     Target(
         "log_density",
         functools.partial(gf.log_density, small_flow()),
-        lambda: {**pair(), "direction": "joint", "n_steps": 2, "n_probes": 1, "solver": "midpoint"},
+        lambda: {**pair(), "direction": "joint", "n_steps": 2, "n_probes": 1, "solver": "midpoint", "batch_size": 4},
         True,
     ),
     Target(
         "epistemic",
         functools.partial(gf.epistemic, small_flow()),
-        lambda: {**pair(), "n_steps": 2, "n_probes": 1, "solver": "midpoint", "typical": (0.0, 0.0)},
+        lambda: {**pair(), "n_steps": 2, "n_probes": 1, "solver": "midpoint", "typical": (0.0, 0.0), "batch_size": 4},
         True,
     ),
     Target(
@@ -367,10 +374,10 @@ PAIRS = [
 RETRIEVAL = [
     Target(
         "RetrievalEntropy",
-        lambda queries, **given: gf.RetrievalEntropy(small_flow(), **given)(queries),
+        lambda queries, batch_size, **given: gf.RetrievalEntropy(small_flow(), **given)(queries, batch_size=batch_size),
         lambda: {
             "queries": unit(3, TEXT), "gallery": unit(7, IMAGE), "direction": "t2i", "n_samples": 2, "kappa": 10.0,
-            "guidance": 1.0, "n_steps": 2, "seed": 0, "top_k": 2,
+            "guidance": 1.0, "n_steps": 2, "seed": 0, "top_k": 2, "batch_size": 2,
         },
     ),
     Target(
@@ -380,10 +387,10 @@ RETRIEVAL = [
     ),
     Target(
         "BayesReranker",
-        lambda queries, **given: gf.BayesReranker(square_flow(), **given)(queries),
+        lambda queries, batch_size, **given: gf.BayesReranker(square_flow(), **given)(queries, batch_size=batch_size),
         lambda: {
             "queries": unit(3, IMAGE, seed=1), "gallery": unit(7, IMAGE), "direction": "t2i", "shortlist": 4,
-            "n_steps": 2, "solver": "midpoint", "n_probes": 1, "seed": 0,
+            "n_steps": 2, "solver": "midpoint", "n_probes": 1, "seed": 0, "batch_size": 2,
         },
         True,
     ),

@@ -188,7 +188,7 @@ def test_bad_queries(flow):
     scorer = gf.RetrievalEntropy(flow, noise.sample_uniform(5, 10), n_samples=2, n_steps=2)
     with pytest.raises(ValueError, match=r"queries must be \[Q, 7\]"):
         scorer(noise.sample_uniform(3, 10))
-    with pytest.raises(ValueError, match="text row 1 has norm"):
+    with pytest.raises(ValueError, match="queries row 1 has norm"):
         scorer(torch.stack([torch.eye(7)[0], torch.ones(7)]))
 
 
@@ -268,7 +268,7 @@ def test_two_clusters(flow, kappa):
     """There are a items where all samples are, and b items at a right angle: their scores are e^kappa and 1."""
     a, b = 5, 30
     scorer = gf.RetrievalEntropy(flow, torch.eye(10)[[0] * a + [1] * b], n_samples=4, kappa=kappa)
-    scorer.source.draw = lambda queries, _advance: ScoringPoints(torch.eye(10)[:1].expand(len(queries), 4, 10), kappa)
+    scorer.source.draw = lambda queries, *_: ScoringPoints(torch.eye(10)[:1].expand(len(queries), 4, 10), kappa)
     post = scorer(noise.sample_uniform(2, 7))
     log_z = float(torch.logsumexp(torch.tensor([kappa] * a + [0.0] * b, dtype=torch.float64), 0))
     entropy = log_z - a * kappa * math.exp(kappa - log_z)

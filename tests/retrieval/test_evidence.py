@@ -625,29 +625,23 @@ class TestBudget:
         torch.testing.assert_close(close_call(prob), torch.tensor([0.2, 0.7], dtype=torch.float64))
 
     @pytest.mark.parametrize(("budget", "asked"), [(0.2, [1]), (0.7, [1, 2]), (1.0, [0, 1, 2])])
-    def test_who_is_asked_of_three(self, budget, asked, monkeypatch):
+    def test_who_is_asked_of_three(self, budget, asked):
         """One may be asked however small the share is, and the whole budget asks all."""
         gap = torch.tensor([0.95, 0.05, 0.3], dtype=torch.float64)
-        monkeypatch.setattr("geoflow_fast.retrieval.rerank.close_call", lambda _: gap)
         flow = gf.GeoFlow(gf.GeoFlowConfig(DIM, DIM, hidden=16, depth=1))
         reranker = gf.BayesReranker(flow, unit(9, 0), n_steps=1, budget=budget)
         cheap = gf.retrieval.calibration.CheapFit({"cosine": 1.0, "outside": 0.0}, None, (0.0, 0.9, 1.0))
-        evidence = evidence_with(cosine=torch.zeros(3, 2, dtype=torch.float64))
-        calibration = dataclasses.replace(UNCALIBRATED_HEAD, cheap=cheap)
-        assert reranker._asks_flow(evidence, calibration).nonzero().flatten().tolist() == asked
+        assert reranker._closest_calls(gap, cheap).nonzero().flatten().tolist() == asked
 
     @pytest.mark.parametrize(("budget", "asked"), [(0.5, [2]), (0.75, [2, 3]), (0.8, [0, 2, 3]), (1.0, [0, 1, 2, 3])])
-    def test_calls_are_as_close_as_the_closest_share_of_those_held_out(self, budget, asked, monkeypatch):
+    def test_calls_are_as_close_as_the_closest_share_of_those_held_out(self, budget, asked):
         """Gaps of held-out queries are spread evenly from 0 to 1, so that a share of them lies below just that gap."""
         gap = torch.tensor([0.78, 0.9, 0.05, 0.74], dtype=torch.float64)
-        monkeypatch.setattr("geoflow_fast.retrieval.rerank.close_call", lambda _: gap)
         flow = gf.GeoFlow(gf.GeoFlowConfig(DIM, DIM, hidden=16, depth=1))
         reranker = gf.BayesReranker(flow, unit(9, 0), n_steps=1, budget=budget)
-        evidence = evidence_with(cosine=torch.zeros(4, 2, dtype=torch.float64))
         for gaps in ((0.0, 1.0), (0.0, 0.5, 1.0), tuple(np.linspace(0, 1, 8).tolist())):
             cheap = gf.retrieval.calibration.CheapFit({"cosine": 1.0, "outside": 0.0}, None, gaps)
-            calibration = dataclasses.replace(UNCALIBRATED_HEAD, cheap=cheap)
-            assert reranker._asks_flow(evidence, calibration).nonzero().flatten().tolist() == asked
+            assert reranker._closest_calls(gap, cheap).nonzero().flatten().tolist() == asked
 
 
 @pytest.mark.parametrize("rows", [0, 1, 7])

@@ -240,11 +240,11 @@ DENSITIES = {
 def test_replayed_densities(gpu, name):
     """Other pairs, seeds and numbers of rows every time, in chunks."""
     directions = (Direction.T2I,) if name in ("exact", "shared") else DIRECTIONS
-    settings = dataclasses.replace(DENSITIES[name], memory=2**18)
+    settings = DENSITIES[name]
     flow = random_flow(torch.float32, anchored=True)
     for call in range(3):
         image, text = pairs(15, call)
-        options = {"seed": 5 + call, "first_row": 100 * call}
+        options = {"seed": 5 + call, "first_row": 100 * call, "batch_size": 4}
         gpu.on = False
         expected = density_estimates(flow, image, text, directions, settings, **options)
         gpu.on = True

@@ -110,7 +110,6 @@ def reference_score(flow: gf.GeoFlow) -> gf.Epistemic:
         n_probes=4,
         solver="ab2",
         generator=generator,
-        return_stderr=True,
     )
 
 

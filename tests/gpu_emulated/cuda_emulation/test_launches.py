@@ -406,12 +406,8 @@ def test_calls_are_cut_by_the_memory_of_the_gpu():
         settings = gf.DensitySettings(n_steps=6)
         assert pairs_at_once(flow, DIRECTIONS, settings) == 32_768 // 7
         assert pairs_at_once(flow, DIRECTIONS[1:2], dataclasses.replace(settings, shared=True)) == 32_768 // 2
-        assert pairs_at_once(flow, DIRECTIONS, dataclasses.replace(settings, memory=2**30)) < 4000
         assert network_rows_at_once(flow, fake_rows(1), 512) == 32_768
     cpu = gf.GeoFlow(gf.GeoFlowConfig.tiny(8, 8))
-    assert pairs_at_once(cpu, DIRECTIONS, settings) == pairs_at_once(
-        cpu, DIRECTIONS, dataclasses.replace(settings, memory=64 * 2**20)
-    )
     assert network_rows_at_once(cpu, torch.empty(1), 512) == 512
 
 
