@@ -133,7 +133,8 @@ def reals(x: object, name: str) -> NDArray[np.float64]:
 
 def rows(x: object, name: str, width: int, like: Tensor, count: str = "B") -> Tensor:
     """Returns the rows `x` [B, width], a tensor or an array in any floating-point type, with the dtype and device of
-    `like`. A tensor that has them already is not copied. `count` is what errors call the number of rows.
+    `like`. A tensor that has them already is not copied, nor is such an array if it can be written to. `count` is what
+    errors call the number of rows.
 
     Half precision rounds the norm of a row too: one that differs from 1 by no more than that is made 1 again.
     """
@@ -145,7 +146,7 @@ def rows(x: object, name: str, width: int, like: Tensor, count: str = "B") -> Te
         if x.dtype.kind != "f":
             raise TypeError(f"{name} must be floating point, got {x.dtype}")
         known_to_torch = x.dtype.isnative and x.dtype.itemsize <= np.dtype(np.float64).itemsize
-        x = torch.from_numpy(np.array(x, x.dtype if known_to_torch else np.float64, order="C"))
+        x = torch.from_numpy(np.require(x, x.dtype if known_to_torch else np.float64, ["C", "A", "W", "E"]))
     elif not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor or an array, got {type(x).__name__}")
     x = with_values(x, name).detach()

@@ -61,6 +61,18 @@ def test_rows_of_arrays(dtype):
     assert rows.dtype == torch.float64
 
 
+@pytest.mark.filterwarnings("error")
+def test_rows_of_an_array_are_copied_only_if_they_have_to_be():
+    x, like = np.ones((3, 2), np.float32), torch.empty(0)
+    assert checks.rows(x, "x", 2, like).data_ptr() == x.ctypes.data
+    x.flags.writeable = False
+    unaligned = np.frombuffer(b"x" + x.tobytes(), np.uint8)[1:].view(np.float32).reshape(3, 2)
+    for other in (x, x[::-1], np.broadcast_to(x[:1], (3, 2)), unaligned):
+        rows = checks.rows(other, "x", 2, like)
+        assert rows.data_ptr() != other.ctypes.data
+        assert rows.tolist() == x.tolist()
+
+
 @pytest.mark.parametrize(
     ("value", "error", "message"),
     [
