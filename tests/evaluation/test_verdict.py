@@ -9,7 +9,9 @@ import re
 import numpy as np
 import pytest
 
+import geoflow_fast as gf
 from geoflow_fast.evaluation.compare import compare
+from geoflow_fast.evaluation.flow_methods import FlowEntropy
 from geoflow_fast.evaluation.job import recommendation, write_report
 from geoflow_fast.evaluation.methods import Study
 from geoflow_fast.evaluation.metrics import auroc, auroc_leads
@@ -95,7 +97,8 @@ def test_leads_are_a_paired_bootstrap():
         )
 
 
-def test_the_page_of_a_comparison_has_the_sentence(pairs, held_out, small_flow, tmp_path):
+def test_the_page_of_a_comparison_has_the_sentence(pairs, held_out, small_flow, tmp_path, monkeypatch):
+    monkeypatch.setattr(FlowEntropy, "sampling", dataclasses.replace(gf.FAST_SAMPLING, n_samples=4, n_steps=2))
     names = ("margin", "max_softmax", "entropy")
     runs = [compare(Study(held_out, flow=small_flow, seed=s), pairs, names, resamples=20) for s in range(2)]
     comparison = runs[0]

@@ -168,6 +168,7 @@ def scored_under_kills(world: Path, out: str, chance: random.Random) -> int:
         kills += 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
 def test_killed_twenty_times(world):
     chance, kills, run = random.Random(0), 0, 0

@@ -27,6 +27,7 @@ from typer.testing import CliRunner
 import geoflow_fast as gf
 from benchmarks.methods import cli as methods
 from geoflow_fast.cli import app
+from geoflow_fast.jobs import calibration
 from geoflow_fast.noise import sample_uniform
 from geoflow_fast.runtime.parquet import read_columns
 
@@ -43,6 +44,7 @@ SMALLER = {
     "train --head": "--steps 2 --batch-size 32 --points 1 --device cpu",
     "entropy": "--samples 4 --steps 2",
     "entropy --model runs/head": "",  # a head draws no samples
+    "rerank --model runs/flow": "--steps 1 --shortlist 16",
     "density": "--steps 2",
     "evaluate": "--methods margin,max_softmax --resamples 9",
     "methods score": "--steps 2 --batch-size 32 --resamples 9",
@@ -108,6 +110,8 @@ def page_names(desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> d
     monkeypatch.chdir(tmp_path)
     small = gf.TrainConfig.tiny()
     monkeypatch.setattr(gf.TrainConfig, "small", lambda: dataclasses.replace(small, steps=2, batch_size=32))
+    for name, size in {"BANDWIDTH_QUERIES": (6, 6), "LADDER_QUERIES": (65, 65), "GUIDANCES": (0.0,)}.items():
+        monkeypatch.setattr(calibration, name, size)
     # The weights are too large to download here, so another encoder does the work; the flags are still parsed.
     monkeypatch.setattr(gf.OpenClipEncoder, "load", lambda *_, **__: gf.ColourEncoder())
     return {

@@ -19,8 +19,8 @@ SCHEDULES = {"forward": 0, "reversed": 1, "shuffled": 2, "greedy": 3}
 BUILDS = {
     "plain": ["-O2"],
     "portable": ["-O1", "-DEMULATION_PORTABLE"],
-    "address": ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
-    "thread": ["-O1", "-g", "-fsanitize=thread"],
+    "address": ["-O0", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+    "thread": ["-O1", "-g1", "-fsanitize=thread"],
 }
 # A race, or a bad access, ends the program at once with this status; the emulation's own complaints end it with 3.
 SANITIZER_STATUS = 66
