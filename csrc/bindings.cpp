@@ -1,5 +1,5 @@
-// The only pybind11 file: named addresses and sizes come in, small values go out. The caller has checked every tensor
-// (geoflow_fast/ops/native.py); an address of 0 stands for a part that is left out.
+// What Python calls. Functions of tensors check them (tensor.h) and return new ones; those that take addresses rely on their caller,
+// geoflow_fast/ops/native.py, and an address of 0 stands for a part that is left out.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -17,6 +17,7 @@
 #include "noise.h"
 #include "search.h"
 #include "solver.h"
+#include "tensor.h"
 #if defined(GEOFLOW_WITH_CUDA)
 #include "cuda/runtime.h"
 #include "cuda/sinkhorn_cuda.h"
@@ -69,6 +70,26 @@ using Address = std::uintptr_t;
 template <typename T>
 T* at(Address address) {
     return reinterpret_cast<T*>(address);
+}
+
+using geoflow::check_shape;
+using geoflow::compute;
+using geoflow::Result;
+using geoflow::result_like;
+using geoflow::Rows;
+using geoflow::rows;
+using geoflow::RowShape;
+using geoflow::Tensor;
+using geoflow::threads_for;
+
+// The shape of work on the rows `x`, for which each row of `group` serves as many consecutive ones.
+RowShape shape_of(const Rows<const float>& x, const Rows<const float>& group, const char* name) {
+    const std::string width = std::to_string(x.width), groups = std::to_string(group.count), count = std::to_string(x.count);
+    if (group.width != x.width)
+        throw py::value_error(std::string(name) + " has width " + std::to_string(group.width) + ", but the rows have width " + width);
+    if (group.count ? x.count % group.count : x.count)
+        throw py::value_error(std::string(name) + " has " + groups + " rows, which do not divide the " + count + " they apply to");
+    return {x.count, x.width, group.count ? x.count / group.count : 1, threads_for(x.count * x.width)};
 }
 
 std::string cuda_status() {
@@ -442,13 +463,64 @@ void bind_segments(py::module_& m, const geoflow::NetworkKernels& run) {
         release);
 }
 
+// (1 + scale) LayerNorm(x) + shift; each row of shift and scale serves as many consecutive rows.
+Result<float> adaln(const Tensor& x_, const Tensor& shift_, const Tensor& scale_, double eps) {
+    const auto x = rows(x_, "x"), shift = rows(shift_, "shift"), scale = rows(scale_, "scale");
+    if (!x.width) throw py::value_error("x must have at least one column");
+    const RowShape shape = shape_of(x, shift, "shift");
+    if (scale.count != shift.count || scale.width != shift.width) throw py::value_error("shift and scale must have one shape and dtype");
+    Result<float> y = result_like(x_, "x");
+    compute(x.count * x.width, [&] {
+        geoflow::network_kernels().adaln(shape, static_cast<float>(eps), x, shift, scale, y.rows(x.width));
+    });
+    return y;
+}
+
+// Partial sums of blocks of rows, [groups * blocks, width], become those of the groups, [groups, width].
+Result<float> sum_blocks(Result<float>&& partial, const RowShape& shape) {
+    const std::int64_t groups = shape.rows / shape.rows_per_group, blocks = geoflow::blocks_of(shape);
+    if (blocks == 1) return std::move(partial);
+    Result<float> sums({groups, shape.width});
+    for (std::int64_t g = 0; g < groups; ++g) {
+        float* const to = sums.data() + g * shape.width;
+        const float* from = partial.data() + g * blocks * shape.width;
+        std::copy_n(from, shape.width, to);
+        for (std::int64_t b = 1; b < blocks; ++b) {
+            from += shape.width;
+            for (std::int64_t k = 0; k < shape.width; ++k) to[k] += from[k];
+        }
+    }
+    return sums;
+}
+
+// Where every row has a shift of its own, its gradient is `grad` itself, for which an empty tensor stands.
+std::tuple<Result<float>, Result<float>, Result<float>> adaln_backward(const Tensor& grad_, const Tensor& x_, const Tensor& scale_,
+                                                                       double eps) {
+    const auto grad = rows(grad_, "grad"), x = rows(x_, "x"), scale = rows(scale_, "scale");
+    check_shape(grad_, "grad", x_, "x");
+    const RowShape shape = shape_of(x, scale, "scale");
+    Result<float> d_x = result_like(x_, "x");
+    if (!x.count) throw geoflow::NotServed("there are no rows");
+    const bool own = shape.rows_per_group == 1;
+    const std::int64_t blocks = scale.count * geoflow::blocks_of(shape);
+    Result<float> d_shift(own ? std::vector<std::int64_t>{0} : std::vector<std::int64_t>{blocks, x.width}), d_scale({blocks, x.width});
+    compute(x.count * x.width, [&] {
+        geoflow::network_kernels().adaln_backward(shape, static_cast<float>(eps), grad, x, scale, d_x.rows(x.width),
+                                                  own ? geoflow::RowsView{nullptr, 0} : d_shift.rows(x.width), d_scale.rows(x.width));
+    });
+    if (own) return {std::move(d_x), std::move(d_shift), std::move(d_scale)};
+    return {std::move(d_x), sum_blocks(std::move(d_shift), shape), sum_blocks(std::move(d_scale), shape)};
+}
+
+void bind_adaln(py::module_& m) {
+    m.def("adaln", &adaln, "x"_a, "shift"_a, "scale"_a, "eps"_a);
+    m.def("adaln_backward", &adaln_backward, "grad"_a, "x"_a, "scale"_a, "eps"_a);
+}
+
 void bind_network(py::module_& m) {
-    using geoflow::RowShape;
     using geoflow::RowsView;
     const geoflow::NetworkKernels& run = geoflow::network_kernels();
     const auto release = py::call_guard<py::gil_scoped_release>();
-    m.def("adaln", run.adaln, release, "shape"_a, "eps"_a, "x"_a, "shift"_a, "scale"_a, "y"_a);
-    m.def("adaln_backward", run.adaln_backward, release, "shape"_a, "eps"_a, "grad"_a, "x"_a, "scale"_a, "d_x"_a, "d_scale"_a);
     m.def("swiglu", run.swiglu, release, "shape"_a, "gate"_a, "value"_a, "y"_a);
     m.def("swiglu_backward", run.swiglu_backward, release, "shape"_a, "grad"_a, "gate"_a, "value"_a, "d_gate"_a, "d_value"_a);
     m.def(
@@ -508,7 +580,11 @@ PYBIND11_MODULE(_C, m) {
     m.def("mkl_is_narrow", &geoflow::mkl_is_narrow);
     m.def("has_bfloat16", &geoflow::has_avx512_bf16);
     m.def("has_int8", &geoflow::has_avx512_vnni);
+    py::register_exception<geoflow::NotServed>(m, "NotServed", PyExc_ValueError);
+    m.def("connect", &geoflow::connect, py::kw_only(), "tensor"_a, "exchange"_a, "to_dlpack"_a, "from_dlpack"_a, "usable_threads"_a, "alone"_a);
+    m.def("fill_results", [](bool fill) { geoflow::fill_results = fill; }, "fill"_a);
     m.def("caches", [] { return std::array<std::int64_t, 3>{geoflow::caches().first, geoflow::caches().second, geoflow::caches().shared}; });
+    bind_adaln(m);
     bind_network(m);
     bind_solver(m);
     bind_interpolant(m);

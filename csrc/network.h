@@ -7,9 +7,12 @@
 
 namespace geoflow {
 
-// Rows whose contributions to a layer-scale gradient are summed together before the blocks are added in order: the
+// Rows whose contributions to the gradient of what a group shares are summed together before the blocks are added in order: the
 // result does not depend on the number of threads.
 constexpr std::int64_t kReductionRows = 64;
+
+// Blocks of rows of each group.
+inline std::int64_t blocks_of(const RowShape& shape) { return (shape.rows_per_group + kReductionRows - 1) / kReductionRows; }
 
 // The points of a solve in one stream and their tangents: a line of the table that `ops/segments.py` makes, whose fields are
 // explained there.
@@ -36,8 +39,9 @@ struct SegmentShape {
 struct NetworkKernels {
     // y = (1 + scale) LayerNorm(x) + shift
     void (*adaln)(RowShape, float eps, RowsView x, RowsView shift, RowsView scale, RowsView y);
-    // d_x, and per row d_scale; d_shift is grad itself.
-    void (*adaln_backward)(RowShape, float eps, RowsView grad, RowsView x, RowsView scale, RowsView d_x, RowsView d_scale);
+    // d_x, and partial sums of d_shift, which may be null, and of d_scale: per group ceil(rows_per_group / 64) rows.
+    void (*adaln_backward)(RowShape, float eps, RowsView grad, RowsView x, RowsView scale, RowsView d_x, RowsView d_shift,
+                           RowsView d_scale);
     // y = silu(gate) value
     void (*swiglu)(RowShape, RowsView gate, RowsView value, RowsView y);
     void (*swiglu_backward)(RowShape, RowsView grad, RowsView gate, RowsView value, RowsView d_gate, RowsView d_value);

@@ -91,7 +91,7 @@ void adaln(RowShape shape, float eps, RowsView x, RowsView shift, RowsView scale
     }
 }
 
-// With u = LayerNorm(x) and g = grad (1 + scale): d_x = rstd (g - mean(g) - u mean(g u)), d_scale = grad u.
+// With u = LayerNorm(x) and g = grad (1 + scale): d_x = rstd (g - mean(g) - u mean(g u)); d_scale grows by grad u.
 void adaln_backward_row(const float* __restrict grad, const float* __restrict x, const float* __restrict scale,
                         float* __restrict d_x, float* __restrict d_scale, Moments m, std::int64_t width) {
     float sum = 0, along = 0;
@@ -100,7 +100,7 @@ void adaln_backward_row(const float* __restrict grad, const float* __restrict x,
         const float unit = (x[k] - m.mean) * m.rstd, g = grad[k] * (1 + scale[k]);
         sum += g;
         along += g * unit;
-        d_scale[k] = grad[k] * unit;
+        d_scale[k] += grad[k] * unit;
     }
     sum /= width;
     along /= width;
@@ -111,14 +111,34 @@ void adaln_backward_row(const float* __restrict grad, const float* __restrict x,
     }
 }
 
-void adaln_backward(RowShape shape, float eps, RowsView grad, RowsView x, RowsView scale, RowsView d_x,
-                    RowsView d_scale) {
+// Calls run(row, group, block) for all rows; those of a block follow each other in one thread.
+template <class Begin, class Run>
+void over_blocks(const RowShape& shape, const Begin& begin_block, const Run& run) {
+    const std::int64_t blocks = geoflow::blocks_of(shape), groups = shape.rows / shape.rows_per_group;
 #pragma omp parallel for num_threads(shape.threads) schedule(static)
-    for (std::int64_t r = 0; r < shape.rows; ++r) {
-        const Moments m = moments(row(x, r), shape.width, eps);
-        adaln_backward_row(row(grad, r), row(x, r), row(scale, r / shape.rows_per_group), row(d_x, r), row(d_scale, r),
-                           m, shape.width);
+    for (std::int64_t b = 0; b < groups * blocks; ++b) {
+        const std::int64_t group = b / blocks, begin = group * shape.rows_per_group, end = begin + shape.rows_per_group;
+        const std::int64_t first = begin + b % blocks * geoflow::kReductionRows, last = first + geoflow::kReductionRows;
+        begin_block(b);
+        for (std::int64_t r = first; r < (last < end ? last : end); ++r) run(r, group, b);
     }
+}
+
+void adaln_backward(RowShape shape, float eps, RowsView grad, RowsView x, RowsView scale, RowsView d_x, RowsView d_shift,
+                    RowsView d_scale) {
+    const auto clear = [&](std::int64_t block) {
+        std::memset(row(d_scale, block), 0, sizeof(float) * shape.width);
+        if (d_shift.data) std::memset(row(d_shift, block), 0, sizeof(float) * shape.width);
+    };
+    over_blocks(shape, clear, [&](std::int64_t r, std::int64_t group, std::int64_t block) {
+        const Moments m = moments(row(x, r), shape.width, eps);
+        adaln_backward_row(row(grad, r), row(x, r), row(scale, group), row(d_x, r), row(d_scale, block), m, shape.width);
+        if (!d_shift.data) return;
+        const float* __restrict from = row(grad, r);
+        float* __restrict to = row(d_shift, block);
+#pragma omp simd
+        for (std::int64_t k = 0; k < shape.width; ++k) to[k] += from[k];
+    });
 }
 
 void swiglu_row(const float* __restrict gate, const float* __restrict value, float* __restrict y, std::int64_t width) {
@@ -197,20 +217,12 @@ template <bool kGate, bool kKeep>
 void gate_residual_backward_of(RowShape shape, float factor, RowsView grad, RowsView gate, RowsView value,
                                RowsView layer_scale, const std::uint8_t* keep, RowsView d_gate, RowsView d_value,
                                RowsView partial) {
-    const std::int64_t blocks = (shape.rows_per_group + geoflow::kReductionRows - 1) / geoflow::kReductionRows;
-    const std::int64_t groups = shape.rows / shape.rows_per_group;
-#pragma omp parallel for num_threads(shape.threads) schedule(static)
-    for (std::int64_t b = 0; b < groups * blocks; ++b) {
-        const std::int64_t group = b / blocks, begin = group * shape.rows_per_group;
-        const std::int64_t first = begin + b % blocks * geoflow::kReductionRows;
-        const std::int64_t end = begin + shape.rows_per_group, last = first + geoflow::kReductionRows;
-        std::memset(row(partial, b), 0, sizeof(float) * shape.width);
-        for (std::int64_t r = first; r < (last < end ? last : end); ++r)
-            gate_residual_backward_row<kGate, kKeep>(row(grad, r), kGate ? row(gate, r) : nullptr, row(value, r),
-                                                     row(layer_scale, group), kKeep ? keep + r * shape.width : nullptr,
-                                                     factor, kGate ? row(d_gate, r) : nullptr, row(d_value, r),
-                                                     row(partial, b), shape.width);
-    }
+    const auto clear = [&](std::int64_t block) { std::memset(row(partial, block), 0, sizeof(float) * shape.width); };
+    over_blocks(shape, clear, [&](std::int64_t r, std::int64_t group, std::int64_t block) {
+        gate_residual_backward_row<kGate, kKeep>(row(grad, r), kGate ? row(gate, r) : nullptr, row(value, r), row(layer_scale, group),
+                                                 kKeep ? keep + r * shape.width : nullptr, factor, kGate ? row(d_gate, r) : nullptr,
+                                                 row(d_value, r), row(partial, block), shape.width);
+    });
 }
 
 void gate_residual_backward(RowShape shape, float factor, RowsView grad, RowsView gate, RowsView value,

@@ -14,11 +14,10 @@ from geoflow_fast.ops.arguments import (
     check_floating,
     groups_of,
     rows_of,
-    sum_groups,
     working_dtype,
 )
-from geoflow_fast.ops.native import Extent
 from geoflow_fast.ops.triton_kernels import WIDEST_ROW, fused_operation
+from geoflow_fast.runtime import checks
 
 EPS = 1e-6
 
@@ -30,10 +29,11 @@ def adaln(x: Tensor, shift: Tensor, scale: Tensor, *, eps: float = EPS, backend:
     in total, where G divides the number R of rows of `x` and each serves R/G consecutive rows. An nn.LayerNorm is
     `adaln(x, bias, weight - 1)`. Differentiable in all three tensors, in reverse and forward mode.
     """
+    if isinstance(x, Tensor) and isinstance(shift, Tensor) and x.dim() == shift.dim() == 2:
+        y: Tensor = adaln_rows(x, shift, scale, eps, backend)
+        return y
     rows, shifts, scales = _check(x, shift, scale)
-    if rows.numel() == 0:
-        return x + 0 * (shift.sum() + scale.sum())
-    y: Tensor = adaln_rows(rows, shifts, scales, float(eps), str(backend))
+    y = adaln_rows(rows, shifts, scales, eps, backend)
     return y.view(x.shape)
 
 
@@ -110,37 +110,6 @@ def _normalise(x: Tensor, eps: float) -> Pair:
     return centred * rstd, rstd
 
 
-# ---- compiled C++ --------------------------------------------------------------------------------------------------
-
-_KERNEL = native.Kernel("adaln", eps=None, x=Extent.ROWS, shift=Extent.GROUPS, scale=Extent.GROUPS, y=Extent.ROWS)
-_BACKWARD_KERNEL = native.Kernel(
-    "adaln_backward",
-    eps=None,
-    grad=Extent.ROWS,
-    x=Extent.ROWS,
-    scale=Extent.GROUPS,
-    d_x=Extent.ROWS,
-    d_scale=Extent.ROWS,
-)
-
-
-def _cpu(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
-    rows, width = x.shape
-    y = native.empty_rows(rows, width)
-    parts = {"x": native.float_rows(x), "shift": native.float_rows(shift), "scale": native.float_rows(scale)}
-    _KERNEL.run(rows, width, rows // len(scale), eps=eps, **parts, y=y)
-    return y
-
-
-def _cpu_backward(grad: Tensor, x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    (rows, width), groups = x.shape, len(scale)
-    d_x, d_scale = native.empty_rows(rows, width), native.empty_rows(rows, width)
-    parts = {"grad": native.float_rows(grad), "x": native.float_rows(x), "scale": native.float_rows(scale)}
-    _BACKWARD_KERNEL.run(rows, width, rows // groups, eps=eps, **parts, d_x=d_x, d_scale=d_scale)
-    d_shift = native.empty_rows(0) if rows == groups else sum_groups(parts["grad"], groups)
-    return d_x, d_shift.to(scale.dtype), sum_groups(d_scale, groups).to(scale.dtype)
-
-
 # ---- declarations --------------------------------------------------------------------------------------------------
 
 
@@ -161,18 +130,19 @@ adaln_rows = fused_operation(
     "network",
     "adaln",
     adaln_reference,
-    _cpu,
+    native.bound("adaln"),
+    check=lambda x, shift, scale, eps: _check(x, shift, scale) and checks.number(eps, "eps"),
     widest=WIDEST_ROW,
     derivatives=_Derivatives,
     forward_mode=adaln_elementary,
     rowwise=True,
 )
-"""`adaln` of rows as the reference takes them, unchecked; the last argument is the name of a backend."""
+"""`adaln` of rows as the reference takes them; the last argument is the name of a backend."""
 _backward = fused_operation(
     "network",
     "adaln_backward",
     adaln_backward_reference,
-    _cpu_backward,
+    native.bound("adaln_backward", like=(1, 2, 2)),
     widest=WIDEST_ROW,
     forward_mode=adaln_backward_elementary,
     rowwise=True,

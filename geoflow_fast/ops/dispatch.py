@@ -9,13 +9,13 @@ the automatic choice passes over backends that are unavailable, never over one t
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from geoflow_fast.runtime.warn import warn_user
@@ -41,7 +41,8 @@ def widest_row(inputs: Sequence[Any]) -> int:
 class Backend:
     """One backend of one operation: its function, the device types and dtypes it serves (None: any), a function that
     says why it is missing, if it is, and the width of the widest rows it takes, with a function that reads the width
-    off the inputs."""
+    off the inputs. Compiled code may have a function `bound` in the `extension` that takes the operation's arguments
+    and raises its `NotServed` where they are not what it reads."""
 
     function: Callable[..., Any]
     devices: tuple[str, ...] | Callable[[], tuple[str, ...]] = EVERYWHERE
@@ -49,6 +50,8 @@ class Backend:
     dtypes: tuple[torch.dtype, ...] | None = None
     widest: int | None = None
     width: Callable[[Sequence[Any]], int] = widest_row
+    bound: str = ""
+    extension: Callable[[], Any] = lambda: None
 
 
 _OPERATIONS: dict[str, dict[str, Backend]] = {}
@@ -112,6 +115,7 @@ def operation(
     name: str,
     reference: Callable[..., Any],
     *,
+    check: Callable[..., Any] | None = None,
     cpu: Backend | None = None,
     cuda: Backend | None = None,
     triton: Backend | None = None,
@@ -122,62 +126,167 @@ def operation(
     rowwise: bool = False,
     part_of: str | None = None,
     tags: tuple[torch.Tag, ...] = (),
-) -> torch._ops.OpOverload[..., Any]:
-    """Declares the operation `geoflow::name` and returns it; its last argument is the name of a backend.
+) -> Callable[..., Any]:
+    """Declares the operation `geoflow::name` and returns a function that calls it; the last argument is the name of a
+    backend.
 
-    The typed signature of `reference` is the schema. Where a gradient is wanted, `derivatives` is applied, whose
-    forward pass is written here; without it, and in forward mode, torch differentiates the reference, or the function
-    `forward_mode` if it is given, unless the operation is not `differentiable`. `fake` computes the shapes of the
-    results; the reference does unless it is given. `rowwise`: in all tensors the first dimension counts rows, or
-    groups of as many consecutive rows each, so that `vmap` may stack the rows of all examples, and where there are no
-    rows the reference serves for every backend. `part_of` names the operation that this one is a pass of. Backends that
-    `choose` hands to a caller may take a keyword `out`, a tuple of tensors to write the results to.
+    The typed signature of `reference` is the schema. `check` gets the arguments without the backend and raises the
+    errors that users see; the bound function of the backend "cpu" (`Backend.bound`) makes the same checks itself, and
+    eager calls on CPU tensors go straight to it. Where a gradient is wanted, `derivatives` is applied; without it, and
+    in forward mode, torch differentiates the reference, or the function `forward_mode` if it is given, unless the
+    operation is not `differentiable`. `fake` computes the shapes of the results; the reference does unless it is given.
+    `rowwise`: in all tensors the first dimension counts rows, or groups of as many consecutive rows each, so that
+    `vmap` may stack the rows of all examples, and where there are no rows the reference serves for every backend.
+    `part_of` names the operation that this one is a pass of. Backends that `choose` hands to a caller may take
+    a keyword `out`, a tuple of tensors to write the results to.
     """
     plain = _plain_backend(reference)
     register(name, reference=Backend(plain), cpu=cpu, cuda=cuda, triton=triton)
     if part_of is not None:
         _PASSES.add(name)
-    schema = torch.library.infer_schema(reference, mutates_args=())
-    LIBRARY.define(name + schema.replace(") ->", ", str backend) ->"), tags=tags)
-    overload: torch._ops.OpOverload[..., Any] = getattr(torch.ops.geoflow, name).default
+    schema = torch.library.infer_schema(reference, mutates_args=()).replace(") ->", ", str backend) ->")
+    parameters = inspect.signature(reference).parameters.values()
+    tensors = tuple(k for k, parameter in enumerate(parameters) if "Tensor" in str(parameter.annotation))
+    compiled = cpu or Backend(plain)
     shapes = fake or reference
 
     def run(*inputs: Any) -> Any:
+        if check is not None:
+            check(*inputs[:-1])
         backend = choose(name, inputs[0], inputs[-1], inputs)
         return (plain if rowwise and inputs[0].shape[0] == 0 else backend)(*inputs[:-1])
 
-    def below_autograd(*inputs: Any) -> Any:
-        # torch turns derivatives off around the forward pass, but other levels of `torch.func` may still want theirs.
-        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), torch._C._AutoDispatchBelowAutograd():
-            return overload(*inputs)
-
-    def differentiate(*inputs: Any) -> Any:
-        in_forward_mode = forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
-        wanted = in_forward_mode or (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs))
-        if not wanted:
-            with torch._C._AutoDispatchBelowAutograd():
-                return overload(*inputs)
-        if in_forward_mode:
-            return (forward_mode or reference)(*inputs[:-1])
-        if derivatives is None:
-            return reference(*inputs[:-1])
-        if torch._C._functorch.peek_interpreter_stack() is None:
-            return derivatives.apply(*inputs)
-        with enable_single_level_autograd_function():
-            return derivatives.apply(*inputs)
+    def run_on_cpu(*inputs: Any) -> Any:
+        module = compiled.extension() if inputs[-1] == "auto" else None
+        if module is None:
+            return run(*inputs)
+        try:
+            return getattr(module, compiled.bound)(*inputs[:-1])
+        except module.NotServed:  # another dtype, or rows with gaps
+            return run(*inputs)
 
     def infer_shapes(*inputs: Any) -> Any:
+        if check is not None:
+            check(*inputs[:-1])
         return _contiguous(_without_values(choose(name, inputs[0], inputs[-1], inputs), shapes)(*inputs[:-1]))
 
-    if derivatives is not None:
-        derivatives.forward = staticmethod(below_autograd)  # type: ignore[method-assign]
-    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    def declare(name: str) -> torch._ops.OpOverload[..., Any]:
+        LIBRARY.define(name + schema, tags=tags)
+        overload: torch._ops.OpOverload[..., Any] = getattr(torch.ops.geoflow, name).default
+        LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+        if compiled.bound:
+            LIBRARY.impl(name, run_on_cpu, "CPU")
+        torch.library.register_fake(f"geoflow::{name}", infer_shapes, lib=LIBRARY)
+        if rowwise:
+            torch.library.register_vmap(f"geoflow::{name}", _over_stacked_rows(overload), lib=LIBRARY)
+        return overload
+
+    def twin(*inputs: Any) -> Any:
+        if check is not None:
+            check(*inputs[:-1])
+        return (forward_mode or reference)(*inputs[:-1])
+
+    overload = declare(name)
     if differentiable:
-        LIBRARY.impl(name, differentiate, "Autograd")
-    torch.library.register_fake(f"geoflow::{name}", infer_shapes, lib=LIBRARY)
-    if rowwise:
-        torch.library.register_vmap(f"geoflow::{name}", _over_stacked_rows(overload), lib=LIBRARY)
-    return overload
+        values = None if _BELOW_AUTOGRAD is not None else declare(f"{name}_values")
+        kernel = _differentiating(overload, values, tensors, twin, derivatives)
+        LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
+
+    def call(*inputs: Any) -> Any:
+        if differentiable and _in_forward_mode(inputs):  # a compiler sees it here alone
+            return twin(*inputs)
+        try:
+            return overload(*inputs)
+        except RuntimeError:
+            if check is not None:
+                check(*inputs[:-1])  # its error names the argument that torch could not read
+            raise
+
+    return call
+
+
+_BELOW_AUTOGRAD = getattr(torch._C, "_after_autograd_keyset", None)
+"""What is left of the dispatcher's keys below those of autograd. torch says that kernels redispatch by it, but has no
+public name for it. Without it, an operation has a second one beside it that has no derivatives."""
+_interpreters = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
+"""Says whether a transform of `torch.func` is at work, None if not. Without it, none of them meets a kernel's
+derivative: torch differentiates the plain twin wherever a gradient is wanted inside of one."""
+_single_level = getattr(torch.autograd.function, "_SingleLevelFunction", None)
+_single_level_allowed = getattr(torch._functorch.utils, "enable_single_level_autograd_function", None)
+"""By these a derivative is applied inside a transform of `torch.func`, of which the dispatcher has left one level; a
+public `autograd.Function` is not allowed there. Without them, torch differentiates the plain twin."""
+
+
+def _in_forward_mode(inputs: Sequence[Any]) -> bool:
+    """Whether tangents may be on their way. Where torch does not tell the level, the tensors are asked."""
+    level = getattr(forward_ad, "_current_level", None)
+    if level is not None:
+        return bool(level >= 0)
+    return any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in inputs)
+
+
+def _differentiating(
+    overload: torch._ops.OpOverload[..., Any],
+    values: torch._ops.OpOverload[..., Any] | None,
+    tensors: tuple[int, ...],
+    twin: Callable[..., Any],
+    derivatives: type[Derivatives] | None,
+) -> Callable[..., Any]:
+    """The kernel of an operation for the dispatcher's key "Autograd": it passes values on, and takes derivatives where
+    they are wanted, those of `twin` in forward mode."""
+
+    def below(keys: Any, inputs: tuple[Any, ...]) -> Any:
+        return overload.redispatch(keys & _BELOW_AUTOGRAD, *inputs) if values is None else values(*inputs)
+
+    def transformed() -> bool:
+        return _interpreters is not None and _interpreters() is not None
+
+    function = None if derivatives is None else _function(derivatives, below, transformed)
+
+    def differentiate(keys: Any, *inputs: Any) -> Any:
+        if _in_forward_mode(inputs):
+            return twin(*inputs)
+        if torch.is_grad_enabled():
+            for k in tensors:
+                x = inputs[k]
+                if x is not None and x.requires_grad:
+                    break
+            else:
+                return below(keys, inputs)
+        else:
+            return below(keys, inputs)
+        if function is None:
+            return twin(*inputs)
+        if _interpreters is not None and not transformed():
+            return function.apply(*inputs, keys)
+        if _single_level is None or _single_level_allowed is None:
+            return twin(*inputs)
+        with _single_level_allowed():
+            return function.apply(*inputs, keys)
+
+    return differentiate
+
+
+def _function(
+    derivatives: type[Derivatives], below: Callable[..., Any], transformed: Callable[[], bool]
+) -> type[torch.autograd.Function]:
+    """The autograd function of an operation; it takes the dispatcher's keys after the operation's arguments."""
+
+    def forward(*inputs: Any) -> Any:
+        if not transformed():
+            return below(inputs[-1], inputs[:-1])
+        with torch.enable_grad():  # torch turns derivatives off here, but other levels may still want theirs
+            return below(inputs[-1], inputs[:-1])
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        derivatives.setup_context(ctx, inputs[:-1], output)
+
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return *derivatives.backward(ctx, *gradients), None
+
+    methods = {"forward": forward, "setup_context": setup_context, "backward": backward}
+    base = _single_level or torch.autograd.Function
+    return type(derivatives.__name__, (base,), {key: staticmethod(method) for key, method in methods.items()})
 
 
 def _contiguous(results: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
@@ -203,12 +312,12 @@ def _without_values(backend: Callable[..., Any], shapes: Callable[..., Any]) -> 
     return shapes
 
 
-class Derivatives(torch.autograd.function._SingleLevelFunction):
-    """The base of an operation's derivatives, with the methods of a `torch.autograd.Function`; `operation` adds
-    `forward`. The dispatcher takes the transforms of `torch.func` apart before it comes here, so that one level of
-    differentiation is left."""
+class Derivatives:
+    """The derivatives of an operation: `setup_context` and `backward` as `torch.autograd.Function` has them, for the
+    operation's arguments, of which the name of the backend is the last."""
 
-    apply: ClassVar[Callable[..., Any]]
+    setup_context: ClassVar[Callable[..., None]]
+    backward: ClassVar[Callable[..., tuple[Tensor | None, ...]]]
 
 
 def _over_stacked_rows(overload: torch._ops.OpOverload[..., Any]) -> Callable[..., Any]:

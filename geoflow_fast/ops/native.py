@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
+import torch.utils.dlpack
 from torch import Tensor
 
 from geoflow_fast.ops.dispatch import Backend
@@ -34,7 +35,27 @@ def extension() -> ModuleType | None:
     problem = module.isa_problem()
     if problem:
         raise ValueError(problem)
+    connect(module)
     return module
+
+
+SMALL = 4096
+"""Numbers up to which compiled code works in the calling thread: waking a team that spins takes longer."""
+SMALL_WHEN_ASLEEP = 500_000
+"""The same where the threads of a team sleep while they wait."""
+
+
+def connect(module: ModuleType, exchange: object = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)) -> None:
+    """Tells compiled code how it reads tensors and makes them. `exchange` is the capsule that torch has for this since
+    2.10; without it, tensors cross by capsules of their own."""
+    module.connect(
+        tensor=torch.Tensor,
+        exchange=exchange,
+        to_dlpack=torch.utils.dlpack.to_dlpack,  # type: ignore[attr-defined]
+        from_dlpack=torch.utils.dlpack.from_dlpack,
+        usable_threads=lambda: usable_threads(),  # looked up in each call
+        alone=SMALL_WHEN_ASLEEP if processors.threads_sleep() else SMALL,
+    )
 
 
 @functools.cache
@@ -67,12 +88,35 @@ def backend(function: Callable[..., Any], dtypes: tuple[torch.dtype, ...] | None
     return Backend(function, ("cpu",), missing, dtypes)
 
 
+def bound(
+    name: str, dtypes: tuple[torch.dtype, ...] | None = (torch.float32,), like: tuple[int, ...] | None = None
+) -> Backend:
+    """The backend "cpu" of an operation that the extension has under this name: it takes the arguments of the operation
+    and refuses what it cannot read, of which it then gets copies in float32 without gaps. `like`: the numbers of the
+    arguments whose dtypes the results have, if there are several."""
+
+    def call(*inputs: Any) -> Any:
+        module = _built()
+        try:
+            return getattr(module, name)(*inputs)
+        except module.NotServed:
+            results = getattr(module, name)(*map(_dense, inputs))
+        return results if like is None else tuple(x.to(inputs[k].dtype) for x, k in zip(results, like, strict=True))
+
+    return Backend(call, ("cpu",), missing, dtypes, bound=name, extension=lambda: extension())
+
+
+def _dense(x: Any) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    return (x.to(torch.float32) if x.is_floating_point() else x).contiguous()
+
+
 def cuda_backend(function: Callable[..., Any]) -> Backend:
     """The backend "cuda" of an operation: a function that calls the compiled CUDA code."""
     return Backend(function, cuda_devices, missing_cuda)
 
 
-@functools.cache
 def _built() -> ModuleType:
     """The compiled extension; an error if it is missing."""
     module = extension()

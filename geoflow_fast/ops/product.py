@@ -121,7 +121,7 @@ class _Derivatives(dispatch.Derivatives):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        for_x, for_weight, _ = ctx.needs_input_grad
+        for_x, for_weight = ctx.needs_input_grad[:2]
         return product(grad, weight.mT) if for_x else None, product(x.mT, grad) if for_weight else None, None
 
 

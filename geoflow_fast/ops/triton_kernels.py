@@ -61,7 +61,7 @@ def fused_operation(
     dtypes: tuple[torch.dtype, ...] = DTYPES,
     widest: int | None = None,
     **declared: Any,
-) -> torch._ops.OpOverload[..., Any]:
+) -> Callable[..., Any]:
     """An operation with the C++ backend `cpu`, which takes float32 unless it says what it takes, and the Triton backend
     of its own name, which takes rows up to `widest`; `declared` is the rest of what `dispatch.operation` takes."""
     triton = backend(module, name, dtypes, widest)

@@ -16,6 +16,12 @@ WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 ROOT = Path("/")
 
 
+def threads_sleep() -> bool:
+    """Whether OpenMP's threads sleep at once while they wait, as users may say by `WAIT_VARIABLES`."""
+    policy, spins, blocktime = (os.environ.get(name, "").strip().lower() for name in WAIT_VARIABLES)
+    return policy == "passive" or spins == "0" or blocktime == "0"
+
+
 def affinity() -> int:
     """Processors on which this process may run at all."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

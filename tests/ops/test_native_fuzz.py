@@ -213,8 +213,6 @@ def run(kernel: native.Kernel, arguments: dict[str, Tensor | float | None]) -> N
 
 def test_every_kernel_on_rows_is_declared():
     assert set(KERNELS) == {
-        "adaln",
-        "adaln_backward",
         "swiglu",
         "swiglu_backward",
         "gate_residual",

@@ -17,6 +17,7 @@ from geoflow_fast.ops import cross_residual, native
 from geoflow_fast.ops.adaln import adaln_rows
 from geoflow_fast.ops.gate_residual import gate_residual_rows
 from geoflow_fast.ops.swiglu import swiglu_rows
+from tests.ops.counting import counted
 
 ROWS, WIDTH = 6, 8
 NETWORK = {"adaln": 5, "gate_residual": 5, "swiglu": 3}
@@ -26,15 +27,7 @@ NETWORK = {"adaln": 5, "gate_residual": 5, "swiglu": 3}
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     """How often each compiled row kernel ran."""
-    counts: Counter[str] = Counter()
-    run = native.Kernel.run
-
-    def counted(self: native.Kernel, *sizes: int, **values: Tensor | float | None) -> None:
-        counts[self.name] += 1
-        run(self, *sizes, **values)
-
-    monkeypatch.setattr(native.Kernel, "run", counted)
-    yield counts
+    yield counted(monkeypatch)
     torch._dynamo.reset()
 
 

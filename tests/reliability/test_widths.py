@@ -34,11 +34,14 @@ PANEL = 96 + 5
 
 @pytest.fixture(autouse=True)
 def _memory_full_of_nan() -> Iterator[None]:
-    """`torch.empty` returns NaN and the like, so that what a kernel leaves unwritten or reads too far shows."""
+    """What torch or compiled code allocates is full of NaN and the like, so that what a kernel leaves unwritten or
+    reads too far shows."""
+    native.extension().fill_results(True)
     filled, deterministic.fill_uninitialized_memory = deterministic.fill_uninitialized_memory, True
     was = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
+    native.extension().fill_results(False)
     torch.use_deterministic_algorithms(was)
     deterministic.fill_uninitialized_memory = filled
 

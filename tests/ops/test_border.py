@@ -1,0 +1,212 @@
+"""The border of compiled code: what a bound function is given is checked there, and an error names the argument."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from geoflow_fast.ops import native
+
+pytestmark = pytest.mark.skipif(native.missing() is not None, reason="needs the compiled extension")
+Case = tuple[dict[str, Any], tuple[str, ...]]
+
+
+def cases() -> dict[str, Case]:
+    """Good arguments of every bound function of tensors, and the names of those that may be None."""
+    x, shift, scale = torch.randn(15, 4), torch.randn(5, 4), torch.randn(5, 4)  # which 4 and 6 rows do not divide
+    return {
+        "adaln": ({"x": x, "shift": shift, "scale": scale, "eps": 1e-6}, ()),
+        "adaln_backward": ({"grad": x, "x": x + 1, "scale": scale, "eps": 1e-6}, ()),
+    }
+
+
+CASES = cases()
+each = pytest.mark.parametrize("name", sorted(CASES))
+
+
+def call(name: str, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
+    results = getattr(native.extension(), name)(**arguments)
+    return results if isinstance(results, tuple) else (results,)
+
+
+@pytest.fixture(params=["capsule", "without the capsule"])
+def _exchange(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tensors cross by torch's exchange table, or as older releases of torch let them."""
+    if request.param == "capsule" and not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        pytest.skip("this torch has no exchange table")
+    if request.param == "without the capsule":
+        native.connect(native.extension(), exchange=None)
+    yield
+    native.connect(native.extension())
+
+
+def floats(arguments: dict[str, Any]) -> list[str]:
+    return [name for name, x in arguments.items() if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+WRONG: dict[str, Callable[[Tensor], Any]] = {
+    "a list": lambda x: x.tolist(),
+    "an array": lambda x: x.numpy(),
+    "a number": lambda _: 3.0,
+    "meta": lambda x: x.to("meta"),
+    "sparse": lambda x: x.to_sparse(),
+    "without a storage": lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype),
+    "complex": lambda x: x.to(torch.complex64),
+    "one column more": lambda x: torch.cat((x, x[..., :1]), -1),
+    "one row less": lambda x: x[:-1],
+    "one row more": lambda x: torch.cat((x, x[:1])),
+    "no dimension": lambda x: x.flatten()[0],
+}
+
+
+@pytest.mark.usefixtures("_exchange")
+@pytest.mark.parametrize("wrong", sorted(WRONG))
+@each
+def test_an_argument_that_does_not_fit_is_named(name, wrong):
+    good, _ = CASES[name]
+    tensors = [key for key, x in good.items() if isinstance(x, Tensor)]
+    for key in tensors:
+        with pytest.raises((TypeError, ValueError)) as error:
+            call(name, {**good, key: WRONG[wrong](good[key])})
+        words = str(error.value)
+        assert any(other in words for other in (tensors if wrong.startswith(("one", "no")) else [key])), words
+        assert len(words) < 200  # no backtrace of C++
+        assert "\n" not in words
+
+
+@pytest.mark.usefixtures("_exchange")
+@each
+def test_another_type_or_rows_with_gaps_are_left_to_torch(name):
+    """NotServed says so: an operation goes on to torch then."""
+    good, _ = CASES[name]
+    for key in floats(good):
+        x = good[key]
+        gaps = torch.stack((x, x), -1)[..., 0]
+        for other in (x.double(), x.half(), gaps, *((x.T.contiguous().T,) if x.dim() == 2 else ())):
+            with pytest.raises(native.extension().NotServed, match=key):
+                call(name, {**good, key: other})
+
+
+@pytest.mark.usefixtures("_exchange")
+@each
+def test_rows_may_stand_apart(name):
+    """A stride of the rows, of zero or of more than the width, and rows that begin anywhere; results do not change."""
+    good, _ = CASES[name]
+    wanted = call(name, good)
+    for key in floats(good):
+        x = good[key]
+        wide = torch.full((len(x), *(n + 3 for n in x.shape[1:])), torch.nan)
+        inner = wide[:, 1 : 1 + x.shape[1]] if x.dim() == 2 else wide
+        inner.copy_(x)
+        for got, right in zip(call(name, {**good, key: inner}), wanted):
+            assert torch.equal(got, right)
+
+
+@pytest.mark.usefixtures("_exchange")
+@each
+def test_missing_arguments_are_errors(name):
+    good, optional = CASES[name]
+    for key, x in good.items():
+        if isinstance(x, Tensor) and key not in optional:
+            with pytest.raises(TypeError, match=f"{key} must be a torch.Tensor, not NoneType"):
+                call(name, {**good, key: None})
+        with pytest.raises(TypeError, match="incompatible function arguments"):
+            call(name, {other: value for other, value in good.items() if other != key})
+
+
+@pytest.mark.usefixtures("_exchange")
+@each
+def test_gradients_and_subclasses_are_values_here(name):
+    """Below the dispatcher only values are left; what asks for a gradient was taken care of above."""
+    good, _ = CASES[name]
+    wanted = call(name, good)
+    leaves = {k: x.clone().requires_grad_() if k in floats(good) else x for k, x in good.items()}
+    for got, right in zip(call(name, leaves), wanted):
+        assert torch.equal(got, right)
+        assert not got.requires_grad
+
+
+@pytest.mark.usefixtures("_exchange")
+def test_results_own_their_memory_and_are_aligned():
+    good, _ = CASES["adaln"]
+    (result,) = call("adaln", good)
+    assert result.data_ptr() % 64 == 0
+    copy, shape, storage, gone = result.clone(), result.shape, result.untyped_storage(), weakref.ref(result)
+    del result
+    assert gone() is None
+    for _ in range(50):
+        call("adaln", good)
+    assert torch.equal(torch.empty(0).set_(storage, 0, shape), copy)
+
+
+@pytest.mark.usefixtures("_exchange")
+def test_arguments_are_given_back():
+    good, _ = CASES["adaln"]
+    for key in floats(good):
+        x = good[key].clone()
+        before, seen = sys.getrefcount(x), weakref.ref(x)
+        call("adaln", {**good, key: x})
+        with pytest.raises(ValueError, match=r"width|one shape"):
+            call("adaln", {**good, key: x[:, :2]})
+        assert sys.getrefcount(x) == before
+        del x
+        assert seen() is None
+
+
+@pytest.mark.usefixtures("_exchange")
+def test_leading_dimensions_are_rows():
+    x, shift, scale = (CASES["adaln"][0][key] for key in ("x", "shift", "scale"))
+    adaln, unserved = native.extension().adaln, native.extension().NotServed
+    flat = adaln(x, shift, scale, 1e-6)
+    deep = adaln(x.view(5, 3, 1, 4), shift, scale.view(1, 5, 4), 1e-6)
+    assert torch.equal(deep, flat.view(5, 3, 1, 4))
+    assert torch.equal(adaln(x[0], shift[0], scale[0], 1e-6), adaln(x[:1], shift[:1], scale[:1], 1e-6)[0])
+    with pytest.raises(unserved, match="x must have its rows at equal distances"):
+        adaln(x.view(5, 3, 4).transpose(0, 1), shift, scale, 1e-6)
+    assert adaln(x[:0], shift, scale, 1e-6).shape == (0, 4)
+    with pytest.raises(ValueError, match="more than 8 dimensions"):
+        adaln(x.view(*(1,) * 8, 15, 4), shift, scale, 1e-6)
+
+
+def test_small_work_stays_in_the_calling_thread(monkeypatch):
+    """Threads are asked for above the threshold alone, which follows the way in which they wait."""
+    asked: list[int] = []
+    monkeypatch.setattr(native, "usable_threads", lambda: asked.append(1) or 2)
+    for variable, value, small in (
+        ("OMP_WAIT_POLICY", "active", native.SMALL),
+        ("OMP_WAIT_POLICY", "PASSIVE", native.SMALL_WHEN_ASLEEP),
+        ("GOMP_SPINCOUNT", "0", native.SMALL_WHEN_ASLEEP),
+    ):
+        for other in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
+            monkeypatch.delenv(other, raising=False)
+        monkeypatch.setenv(variable, value)
+        native.connect(native.extension())
+        for rows, wanted in ((small // 8, 0), (small // 8 + 1, 1)):
+            asked.clear()
+            native.extension().adaln(torch.zeros(rows, 8), torch.zeros(1, 8), torch.zeros(1, 8), 1e-6)
+            assert len(asked) == wanted
+    monkeypatch.undo()
+    native.connect(native.extension())
+
+
+WITHOUT = """
+import torch
+if hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+    torch.Tensor.__dlpack_c_exchange_api__ = None
+from geoflow_fast import ops
+x = torch.randn(4, 6)
+assert torch.equal(ops.adaln(x, x, x, backend="cpu"), ops.adaln(x, x, x))
+print("served")
+"""
+
+
+def test_a_torch_without_the_capsule_is_served():
+    result = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)
+    assert result.stdout.strip() == "served", result.stderr
