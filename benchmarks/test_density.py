@@ -35,7 +35,6 @@ from geoflow_fast.likelihood.probes import Probes
 from geoflow_fast.likelihood.reverse_ode import draw_seed
 from geoflow_fast.manifolds import SPHERE
 
-INDEPENDENT = {"probe": "gaussian", "orthogonal": "none"}
 HALF = gf.DensitySettings(precision="bfloat16")
 
 
@@ -68,9 +67,9 @@ class Pairs:
 
 
 def check_same_numbers(rows: Rows) -> None:
-    """The same weights and Gaussian probes give the same log-density."""
+    """The same weights and probes give the same log-density."""
     image, text = rows.image[:6], rows.text[:6]
-    settings = gf.DensitySettings(n_steps=2, solver="euler", tangents="combined", **INDEPENDENT)
+    settings = gf.DensitySettings(n_steps=2, solver="euler", tangents="combined", redraw=False)
     for code, direction in enumerate(DIRECTIONS):
         seed = int(draw_seed(torch.Generator().manual_seed(3), image))
         probes = Probes(seed, torch.arange(6), settings, SPHERE)
@@ -133,7 +132,7 @@ def over(name: str) -> Callable[[int], Callable[[], Any]]:
     def make(size: int) -> Callable[[], Any]:
         given = {"rows": 128, "n_steps": 4, "n_probes": 1, name: size}
         pairs = Pairs(Rows.draw(gf.GeoFlowConfig.small(256, 256), given.pop("rows")), 0)
-        settings = gf.DensitySettings(**given, **INDEPENDENT)
+        settings = gf.DensitySettings(**given)
         return lambda: pairs.ours(settings=settings)
 
     return make

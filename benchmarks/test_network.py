@@ -27,7 +27,7 @@ from geoflow_fast.noise import sample_uniform
 from geoflow_fast.ops.tangent_step import tangent_ab2_rows
 
 TIME = 0.5
-ONE_STEP = gf.DensitySettings(n_steps=1, solver="euler", tangents="combined", probe="gaussian", orthogonal="none")
+ONE_STEP = gf.DensitySettings(n_steps=1, solver="euler", tangents="combined")
 
 
 def codes(r: Rows) -> Tensor:

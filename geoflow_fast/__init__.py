@@ -54,7 +54,6 @@ _HOMES = {
     "push_to_hub": "jobs.hub",
     "risk_lower_bound": "retrieval.entropy",
     "sample": "flow.sampling",
-    "suggest_steps": "likelihood.density",
     "train": "training.flow_matching",
     "watch": "decisions.watch",
 }

@@ -34,7 +34,6 @@ from geoflow_fast.jobs.hub import push_to_hub as push_to_hub
 from geoflow_fast.likelihood.density import Epistemic as Epistemic
 from geoflow_fast.likelihood.density import epistemic as epistemic
 from geoflow_fast.likelihood.density import log_density as log_density
-from geoflow_fast.likelihood.density import suggest_steps as suggest_steps
 from geoflow_fast.likelihood.settings import FAST_DENSITY as FAST_DENSITY
 from geoflow_fast.likelihood.settings import PAPER_DENSITY as PAPER_DENSITY
 from geoflow_fast.likelihood.settings import DensitySettings as DensitySettings

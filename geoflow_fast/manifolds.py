@@ -95,11 +95,6 @@ class Manifold(ABC):
         """Log-density [B] of the base distribution at `x`, float64."""
 
     @abstractmethod
-    def curvature(self, x: Tensor, f: Tensor) -> Tensor | float:
-        """What to add to the trace of the Jacobian of a field f over the tangent space at `x` for the divergence of its
-        tangent part: float64 [B], from the values `f` [B, d] of the field."""
-
-    @abstractmethod
     def interpolant(
         self,
         noise: tuple[Tensor, Tensor],
@@ -160,9 +155,6 @@ class Sphere(Manifold):
 
     def from_normal(self, x: Tensor) -> Tensor:
         return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-
-    def curvature(self, x: Tensor, f: Tensor) -> Tensor:
-        return (1 - x.shape[1]) * (x.double() * f.double()).sum(-1)
 
     def log_base(self, x: Tensor) -> Tensor:
         return torch.full((len(x),), -geometry.log_area(x.shape[1]), dtype=torch.float64, device=x.device)

@@ -65,9 +65,6 @@ class Euclidean(Manifold):
     def from_normal(self, x: Tensor) -> Tensor:
         return x
 
-    def curvature(self, x: Tensor, f: Tensor) -> float:  # noqa: ARG002
-        return 0.0
-
     def log_base(self, x: Tensor) -> Tensor:
         return -0.5 * x.double().square().sum(1) - x.shape[1] / 2 * math.log(2 * math.pi)
 

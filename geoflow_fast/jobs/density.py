@@ -137,7 +137,7 @@ def density_file(
         epistemic = chain_rule(estimates)
         columns: dict[str, Tensor | NDArray[Any]] = {name: getattr(epistemic, name) for name in COLUMNS}
         if settings.n_probes > 1 and not settings.exact:
-            columns["stderr"] = epistemic_stderr(estimates, settings, flow, image, text)
+            columns["stderr"] = epistemic_stderr(estimates)
         if known is not None:
             columns["p_value"] = known.p_values(epistemic.score)
         advance(len(rows))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +26,7 @@ from geoflow_fast.flow.fields import Field, PlainField, Streams, as_flow
 from geoflow_fast.flow.sampling import SamplingSettings, sample
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.likelihood.neighbours import check_training_pairs, nearest_partners
-from geoflow_fast.likelihood.reverse_ode import density_estimates, draw_seed, in_flow, probe_dimensions
+from geoflow_fast.likelihood.reverse_ode import density_estimates, draw_seed, in_flow
 from geoflow_fast.likelihood.settings import DensitySettings
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.batches import check_batch_size
@@ -83,7 +82,7 @@ def log_density(
     estimates = density_estimates(field, image, text, (direction,), settings, seed, batch_size=batch_size)[0]
     if not return_stderr:
         return estimates.mean(0)
-    return estimates.mean(0), _stderr(estimates, settings, field, (image, text), (direction,))
+    return estimates.mean(0), _stderr(estimates)
 
 
 @dataclass(frozen=True, repr=False)
@@ -108,8 +107,7 @@ class Epistemic(Framed):
     pmi: Tensor
     """Pointwise mutual information, joint - image - text."""
     score: Tensor
-    """Epistemic score (Eq. 7): -image - text, or the sum of their distances from the typical values if these were
-    given; of one side alone, that side's term."""
+    """Epistemic score (Eq. 7): -image - text; of one side alone, that side's term."""
     stderr: Tensor | None = None
     """Standard error of -image - text, or of the term of one side alone, over the probes, if there are two or more."""
     image_distances: Tensor | None = None
@@ -119,11 +117,6 @@ class Epistemic(Framed):
     """The same for the texts, if training pairs were given as `image_partners`."""
     query_ids: Ids | None = None
     """The ids of the pairs, which are those of the texts, or of images alone, where they have some."""
-
-    def typical(self) -> tuple[float, float]:
-        """Means of -log p(image) and of -log p(text). Those of training pairs are the argument `typical` of
-        `epistemic`."""
-        return float(-self.image.mean()), float(-self.text.mean())
 
 
 def epistemic(
@@ -135,7 +128,6 @@ def epistemic(
     solver: str | None = None,
     generator: torch.Generator | None = None,
     *,
-    typical: tuple[float, float] | None = None,
     image_partners: Rows | EmbeddingPairs | None = None,
     text_partners: Rows | EmbeddingPairs | None = None,
     batch_size: int | None = None,
@@ -149,9 +141,7 @@ def epistemic(
     solve. `n_steps`, `n_probes`, `solver`, `batch_size` and `settings` are those of `log_density`. With two probes or
     more the result has standard errors.
 
-    The score is -log p(image) - log p(text). With `typical`, which is `Epistemic.typical()` of training pairs, it is
-    the sum of |-log p - typical| over both modalities, because a density higher than that of training pairs is unusual
-    too.
+    The score is -log p(image) - log p(text).
 
     A marginal is computed together with a partner, the other side of the pair, and with finitely many steps depends on
     it a little. `text_partners`, [M, d_T] for all rows or [B, M, d_T], average log p(image) over the pair's own text
@@ -165,7 +155,6 @@ def epistemic(
 
     One side alone is paired with its partners only: those given, by default one that the flow draws for it.
     """
-    _check_typical(typical, (image is not None, text is not None))
     keywords = {"n_steps": n_steps, "n_probes": n_probes, "solver": solver}
     settings = settings_from(DensitySettings(), settings, **keywords)
     batch_size = check_batch_size(batch_size)
@@ -186,7 +175,7 @@ def epistemic(
             own, missing = ("image", "text") if own_text is None else ("text", "image")
             raise ValueError(f"{own}_partners are partners of a {missing}, and no {missing} is given")
         alone = _one_side(field, rows, partners, given, settings, generator, batch_size)
-        return dataclasses.replace(alone.terms(typical), query_ids=ids or image_ids)
+        return dataclasses.replace(alone, query_ids=ids or image_ids)
     image, text = _pairs(field, own_image, own_text)
     texts = _partners(field, image, text_partners, Direction.I2T, text.shape[1])
     images = _partners(field, text, image_partners, Direction.T2I, image.shape[1])
@@ -203,8 +192,8 @@ def epistemic(
 
     of_image = marginal(joint - i2t, texts, Direction.I2T)
     of_text = marginal(joint - t2i, images, Direction.T2I)
-    stderr = _stderr(of_image + of_text, settings, field, (image, text)) if _has_stderr(settings) else None
-    terms = chain_rule(estimates, (of_image, of_text), typical, stderr)
+    stderr = _stderr(of_image + of_text) if _has_stderr(settings) else None
+    terms = chain_rule(estimates, (of_image, of_text), stderr)
     named = dataclasses.replace(terms, query_ids=ids or image_ids)
     return dataclasses.replace(named, image_distances=texts.distances, text_distances=images.distances)
 
@@ -212,78 +201,26 @@ def epistemic(
 def chain_rule(
     estimates: Tensor,
     marginals: tuple[Tensor, Tensor] | None = None,
-    typical: tuple[float, float] | None = None,
     stderr: Tensor | None = None,
 ) -> Epistemic:
     """The decomposition from estimates [3, K, B] of the `DIRECTIONS`. The `marginals` of image and text, [K, B] each,
     are those that follow from the estimates if none better are given."""
     joint, i2t, t2i = estimates.mean(1)
     image, text = (joint - i2t, joint - t2i) if marginals is None else (x.mean(0) for x in marginals)
-    score = -image - text
-    if typical is not None:
-        score = (-image - typical[0]).abs() + (-text - typical[1]).abs()
-    return Epistemic(joint, i2t, t2i, image, text, joint - image - text, score, stderr)
+    return Epistemic(joint, i2t, t2i, image, text, joint - image - text, -image - text, stderr)
 
 
-def suggest_steps(
-    field: Field,
-    image: Rows,
-    text: Rows,
-    tolerance: float = 0.1,
-    direction: str = "joint",
-    solver: str | None = None,
-    *,
-    n_probes: int | None = None,
-    divergence: str | None = None,
-    generator: torch.Generator | None = None,
-    max_steps: int = 512,
-    settings: DensitySettings | None = None,
-) -> int:
-    """Number of steps at which doubling it changes the log-density of these pilot pairs by at most `tolerance` nats.
-
-    The change is the mean over the pairs of |log p(n) - log p(2n)|. Both use the same probes, kept along the path, so
-    that only the discretisation differs. About a hundred pairs are enough. If `max_steps` steps do not reach the
-    tolerance, a ValueError is raised. `solver`, `n_probes`, `divergence` and `settings` are those of `log_density`;
-    the number of steps in `settings` plays no part.
-    """
-    if not tolerance > 0 or checks.integer(max_steps, "max_steps", 1) < 2:
-        raise ValueError(f"tolerance={tolerance} must be positive and max_steps={max_steps} at least 2")
-    direction = Direction.of(direction)
-    keywords = {"solver": solver, "n_probes": n_probes, "divergence": divergence}
-    settings = settings_from(DensitySettings(), settings, **keywords)
-    kept = dataclasses.replace(settings, redraw=False, probe=None if settings.probe == "aligned" else settings.probe)
-    image, text = _pairs(field, image, text)
-    seed = draw_seed(generator, image)
-    steps, before, change = 2, None, math.inf
-    while steps <= 2 * max_steps:
-        settings = dataclasses.replace(kept, n_steps=steps)
-        now = density_estimates(field, image, text, (direction,), settings, seed)[0].mean(0)
-        if before is not None:
-            change = float((now - before).abs().mean())
-            if change <= tolerance:
-                return steps // 2
-        steps, before = 2 * steps, now
-    raise ValueError(f"doubling {steps // 4} steps of {kept.solver} still moves the log-density by {change:.3g} nats")
-
-
-def epistemic_stderr(estimates: Tensor, settings: DensitySettings, field: Field, image: Tensor, text: Tensor) -> Tensor:
+def epistemic_stderr(estimates: Tensor) -> Tensor:
     """Standard error [B] of the epistemic score from estimates [3, K, B] of the `DIRECTIONS`."""
     joint, i2t, t2i = estimates
-    return _stderr(2 * joint - i2t - t2i, settings, field, (image, text))
+    return _stderr(2 * joint - i2t - t2i)
 
 
-def _stderr(
-    estimates: Tensor,
-    settings: DensitySettings,
-    field: Field,
-    pair: Streams,
-    directions: Sequence[Direction] = DIRECTIONS,
-) -> Tensor:
-    """Standard error [B] of the mean of the estimates [K, B] for a pair (image, text) in these directions."""
+def _stderr(estimates: Tensor) -> Tensor:
+    """Standard error [B] of the mean of the estimates [K, B]."""
     if estimates.shape[1] == 0:  # torch warns of a spread of nothing
         return estimates[0]
-    freedom = max(probe_dimensions(as_flow(field, (pair[0].shape[1], pair[1].shape[1])), directions))
-    return estimates.std(0) * math.sqrt(settings.correction(freedom) / settings.n_probes)
+    return estimates.std(0) / math.sqrt(len(estimates))
 
 
 @dataclass(frozen=True)
@@ -338,32 +275,6 @@ def _marginals(
     return every
 
 
-@dataclass(frozen=True)
-class _OneSide:
-    """Images or texts alone: estimates [K, B] of their log-marginal, and what the standard error depends on."""
-
-    marginal: Tensor
-    given: Direction
-    field: Field
-    pair: Streams
-    settings: DensitySettings
-    distances: Tensor | None
-
-    def terms(self, typical: tuple[float, float] | None) -> Epistemic:
-        """The marginal and the score; what would need the other side is NaN."""
-        value = self.marginal.mean(0)
-        score = -value if typical is None else (-value - self.given.queries(*typical)).abs()
-        unknown = torch.full_like(value, math.nan)
-        image, text = self.given.pair(value, unknown)
-        stderr = None
-        if _has_stderr(self.settings):
-            stderr = _stderr(self.marginal, self.settings, self.field, self.pair, (Direction.JOINT, self.given))
-        image_distances, text_distances = self.given.pair(self.distances, None)
-        return Epistemic(
-            unknown, unknown, unknown, image, text, unknown, score, stderr, image_distances, text_distances
-        )
-
-
 def _one_side(
     field: Field,
     rows: Rows,
@@ -372,9 +283,9 @@ def _one_side(
     settings: DensitySettings,
     generator: torch.Generator | None,
     batch_size: int | None,
-) -> _OneSide:
-    """The rows of the stream that is given in the direction `given`, with their partners or with one that the flow
-    draws for each."""
+) -> Epistemic:
+    """The marginal and the score of the rows of the stream that is given in the direction `given`, with their partners
+    or with one that the flow draws for each; what would need the other side is NaN."""
     x = _rows(field, rows, STREAMS[1 - given.generated[0]])
     seed = draw_seed(generator, x)
     if partners is not None:
@@ -382,7 +293,12 @@ def _one_side(
     else:
         chosen = _drawn_partners(field, x, given, seed, batch_size)
     marginal = torch.stack(_marginals(field, x, chosen, given, settings, seed, batch_size)).mean(0)
-    return _OneSide(marginal, given, field, given.pair(x, chosen.rows[0]), settings, chosen.distances)
+    value = marginal.mean(0)
+    unknown = torch.full_like(value, math.nan)
+    image, text = given.pair(value, unknown)
+    stderr = _stderr(marginal) if _has_stderr(settings) else None
+    distances = given.pair(chosen.distances, None)
+    return Epistemic(unknown, unknown, unknown, image, text, unknown, -value, stderr, *distances)
 
 
 def _drawn_partners(
@@ -426,14 +342,6 @@ def _rows(field: Field, x: Rows, name: str) -> Tensor:
     converted = checks.rows(x, name, x.shape[1], x if isinstance(x, Tensor) and left_alone else flow.example)
     check_rows(converted, name)
     return converted
-
-
-def _check_typical(typical: tuple[float, float] | None, has: tuple[bool, bool]) -> None:
-    """Raises a ValueError unless there is a finite typical value for each side that there `has` to be one for."""
-    if typical is None:
-        return
-    if len(typical) != 2 or not all(math.isfinite(value) for value, needed in zip(typical, has) if needed):
-        raise ValueError(f"typical must be two finite numbers, for image and text, got {typical!r}")
 
 
 def _has_stderr(settings: DensitySettings) -> bool:

@@ -8,10 +8,6 @@ computed from a hash of seed, row, draw and stream, so they do not depend on bat
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -19,61 +15,45 @@ from torch.nn import functional
 from geoflow_fast.geometry import inner
 from geoflow_fast.likelihood.settings import DensitySettings
 from geoflow_fast.manifolds import Manifold
-from geoflow_fast.ops import dispatch, triton_kernels
-from geoflow_fast.ops.tangent_probes import align, hashed_normals, leading_part, learned_direction
+from geoflow_fast.ops import dispatch
+from geoflow_fast.ops.tangent_probes import hashed_normals, shaped_probes
 
 
 class Probes:
-    """Probes of the kind that `settings` name, for rows with the numbers `rows` [B], or [1] if all share the same ones.
+    """Probes of the kind that `settings` name, for rows with the numbers `rows` [B].
 
-    "gaussian": tangent, rescaled to the norm sqrt(d - 1). "aligned": the same, but of size one along a direction in
-    which the Jacobian was seen to act most in earlier draws (see `learn`), and uniform in the rest. That direction is
-    settled before the draw, so the second moment is still the projection. "rademacher": random signs, projected. If
-    orthogonal to "steps", a probe is orthogonal to those of earlier draws, in frames of up to `FRAME` draws: along a
-    path the Jacobian changes slowly, so that a new direction sees what the others have not. If orthogonal to "probes",
-    the K probes of a draw are orthogonal to each other. For exact divergences the probes are all tangent directions,
-    whose forms add up to the trace. `seed` is an integer, or a 0-d tensor on the device. `like`: some of the points, if
-    kernels may draw and read the probes.
+    "aligned": tangent, rescaled to the norm sqrt(d - 1), and of size one along a direction in which the Jacobian was
+    seen to act most in earlier draws (see `read`), uniform in the rest. That direction is settled before the draw, so
+    the second moment is still the projection. Probes that all rows share do not follow the path of a row: they are
+    orthogonal to those of earlier draws instead, in frames of up to `FRAME` draws, since along a path the Jacobian
+    changes slowly and a new direction sees what the others have not. "rademacher": random signs, projected. For exact
+    divergences the probes are all tangent directions, whose forms add up to the trace. `seed` is an integer, or a 0-d
+    tensor on the device.
     """
 
     FRAME = 32
 
-    def __init__(
-        self,
-        seed: int | Tensor,
-        rows: Tensor,
-        settings: DensitySettings,
-        manifold: Manifold,
-        like: Tensor | None = None,
-    ) -> None:
-        self.seed, self.rows, self.settings, self.manifold = seed, rows, settings, manifold
-        self.fused = self._fused_passes(like)
-        self._drawn: dict[int, tuple[int, Tensor]] = {}  # by stream: the last draw's number and directions
+    def __init__(self, seed: int | Tensor, rows: Tensor, settings: DensitySettings, manifold: Manifold) -> None:
+        self.seed, self.settings, self.manifold = seed, settings, manifold
+        self.rows = torch.zeros_like(rows[:1]) if settings.shared else rows
+        self.signs = settings.probe == "rademacher"
+        self._drawn: dict[int, tuple[int, Tensor]] = {}  # by stream: the last draw's number and normals
         self._frames: dict[int, list[Tensor]] = {0: [], 1: []}
         self._seen: dict[int, Tensor] = {}
-        self._leads: dict[int, Tensor] = {}
 
     def draw(self, number: int, stream: int, x: Tensor) -> Tensor:
         """Probes [K, B, d] of draw `number` at the points `x` [B, d] of a stream, tangent there. Draws must be asked
         for in order, but the last one may be asked for again, at other points."""
-        if self.fused is not None:
-            draws = self.rows, self._seed_on(x.device), number, stream, self.settings.n_probes
-            signs, freedom = self.settings.probe_kind == "rademacher", self.manifold.freedom(x.shape[1])
-            e: Tensor = self.fused[0](x, *draws, signs, self._seen.get(stream), freedom)
-            return e
         if self.settings.exact:
             basis = torch.eye(x.shape[1], dtype=x.dtype, device=x.device).unsqueeze(1)
             return self.manifold.project(x, basis.expand(-1, len(x), -1))
-        e = self.manifold.project(x, self._directions(number, stream, x).expand(-1, len(x), -1))
-        if self.settings.orthogonal_to == "probes":
-            e = torch.stack(_orthogonalise(list(e), []))
-        if self.settings.probe_kind == "rademacher":
+        number = number if self.settings.redraw else 0
+        freedom, seen = self.manifold.freedom(x.shape[1]), self._seen.get(stream)
+        if x.is_cuda and not self.settings.shared:
+            draws = self.rows, self._seed_on(x.device), number, stream, self.settings.n_probes
+            e: Tensor = dispatch.choose("tangent_probes", x, "auto", (x,))(x, *draws, self.signs, seen, freedom)
             return e
-        freedom = self.manifold.freedom(x.shape[1])
-        plain = functional.normalize(e, dim=-1) * math.sqrt(freedom)
-        if stream not in self._leads:
-            return plain
-        return align(e, plain, self.manifold.project(x, self._leads[stream]), freedom)
+        return shaped_probes(x, self._normals(number, stream, x), self.signs, seen, freedom)
 
     def read(
         self,
@@ -85,17 +65,27 @@ class Probes:
         integral: Tensor,
         weight: float,
         *,
+        curved: bool,
         leads: bool,
     ) -> None:
-        """Adds the weighted divergences that the probes give to `integral` [K, B] and, where it `leads`, learns from
-        them, in one pass. For probes that are `fused`."""
-        assert self.fused is not None
+        """Adds the weighted divergences that the probes `e` [K, B, d] of a stream give to `integral` [K, B], float64:
+        e^T product, where `product` is what the Jacobian made of them at the points `x` [B, d], and the curvature term
+        of the velocities `f` if they are `curved`, that is, not yet tangent. For exact divergences there is one sum.
+
+        Where a stream `leads`, aligned probes of later draws learn from it. Without its part along e, which an
+        isotropic Jacobian would also have, J e leans towards the eigenvectors of the largest eigenvalues. This is a
+        step of power iteration, averaged over probes and draws, whose signs are arbitrary.
+        """
         freedom = self.manifold.freedom(x.shape[1])
-        curvature = -float(freedom) if self.manifold.unit_norm else 0.0
-        learns = leads and self.settings.probe_kind == "aligned"
-        learned = self.fused[1](
-            x, f, e, product, integral, weight, curvature, freedom, learns, self._seen.get(stream) if learns else None
-        )
+        curvature = -float(freedom) if curved and self.manifold.unit_norm else 0.0
+        if self.settings.exact:
+            trace = (product.double() * e.double()).sum((0, -1)) + curvature * (x.double() * f.double()).sum(-1)
+            integral.add_(trace, alpha=weight)
+            return
+        learns = leads and self.settings.learns
+        seen = self._seen.get(stream) if learns else None
+        add = dispatch.choose("probe_traces", x, "auto", (x,))
+        learned = add(x, f, e, product, integral, weight, curvature, freedom, learns, seen)
         if learns:
             self._seen[stream] = learned
 
@@ -105,60 +95,20 @@ class Probes:
             self.seed = torch.full((), self.seed, dtype=torch.int64, device=device)
         return self.seed
 
-    def _fused_passes(self, like: Tensor | None) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-        """The kernels that draw and read probes of these settings in one pass each, if there are any for tensors like
-        this one."""
-        settings = self.settings
-        plain = settings.exact or settings.shared or settings.orthogonal_to != "none" or not settings.redraw
-        if (
-            plain
-            or like is None
-            or not like.is_cuda
-            or like.dtype != torch.float32
-            or triton_kernels.missing() is not None
-        ):
-            return None
-        draw, read = (dispatch.choose(name, like, "auto", (like,)) for name in ("tangent_probes", "probe_traces"))
-        return draw, read
-
-    def learn(self, stream: int, x: Tensor, e: Tensor, product: Tensor) -> None:
-        """Takes into account, for later draws of aligned probes, what the Jacobian J made of the probes `e` [K, B, d]
-        at `x` [B, d].
-
-        Without its part along e, which an isotropic Jacobian would also have, J e leans towards the eigenvectors of the
-        largest eigenvalues. This is a step of power iteration, averaged over probes and draws, whose signs are
-        arbitrary.
-        """
-        self._seen[stream] = learned_direction(e, self.manifold.project(x, product), self._seen.get(stream))
-
-    def _directions(self, number: int, stream: int, like: Tensor) -> Tensor:
-        """Directions [K, B, d] of a draw before they are projected at a point; all solves share them."""
+    def _normals(self, number: int, stream: int, like: Tensor) -> Tensor:
+        """Normals [K, B or 1, d] of a draw, which all solves share; those of a frame are orthogonal to each other."""
         if stream in self._drawn and self._drawn[stream][0] == number:
             return self._drawn[stream][1]
         normals = hashed_normals(self.rows, self.seed, number, stream, self.settings.n_probes, like.shape[1])
         e = normals.to(like.dtype)
-        if self.settings.probe_kind == "rademacher":
-            e = torch.where(e < 0, -1.0, 1.0).to(like.dtype)
-        if self.settings.orthogonal_to == "steps":
+        if self.settings.shared and not self.signs:
             frame = self._frames[stream]
             if len(frame) == min(self.FRAME, like.shape[1]):
                 frame.clear()
-            (e,) = _orthogonalise([e], frame)
+            # Taken away twice where little is left of it, because once leaves rounding behind.
+            for _ in range(1 if 2 * len(frame) < like.shape[1] else 2):
+                for other in frame:
+                    e = e - inner(other, e) * other
             frame.append(functional.normalize(e, dim=-1))
-        if stream in self._seen:  # with the sign that the probe has along it, so that every solve uses the same one
-            self._leads[stream] = leading_part(self._seen[stream], e)
         self._drawn[stream] = number, e
         return e
-
-
-def _orthogonalise(vectors: list[Tensor], frame: Sequence[Tensor]) -> list[Tensor]:
-    """Makes the vectors [..., d] orthogonal to the unit vectors of `frame` and to each other. This is done twice when
-    little is left of a vector, because once leaves rounding behind."""
-    frame, done = list(frame), []
-    for vector in vectors:
-        for _ in range(1 if 2 * len(frame) < vector.shape[-1] else 2):
-            for other in frame:
-                vector = vector - inner(other, vector) * other
-        frame.append(functional.normalize(vector, dim=-1))
-        done.append(vector)
-    return done

@@ -59,10 +59,6 @@ def density_estimates(
     """
     flow = as_flow(field, (image.shape[1], text.shape[1]))
     image, text = in_flow(flow, image, "image"), in_flow(flow, text, "text")
-    if settings.orthogonal_to == "probes" and not settings.exact:
-        least = min(probe_dimensions(flow, directions))
-        if settings.n_probes > least:
-            raise ValueError(f"n_probes={settings.n_probes} orthogonal probes do not fit into {least} dimensions")
     with flow.without_dropout(), torch.no_grad():
         if flow.network is not None:
             flow.network.check_points(image, text)
@@ -143,7 +139,7 @@ def pairs_at_once(flow: GeoFlow, directions: Sequence[Direction], settings: Dens
     config, like = flow.config, flow.example
     dims = config.flow_dims
     tangents = dims if settings.exact else (settings.n_probes, settings.n_probes)
-    kept = min(Probes.FRAME, settings.n_steps) if settings.orthogonal_to == "steps" else 2
+    kept = min(Probes.FRAME, settings.n_steps) if settings.shared else 2
     numbers = kept * settings.n_probes * sum(dims)  # in the probes and buffers of one pair
     rows = 0  # of one pair in the network
     for direction in directions:
@@ -190,7 +186,7 @@ class _ReverseSolve:
         self.moving = [(solve, stream) for solve, direction in enumerate(directions) for stream in direction.generated]
         # Aligned probes of a stream learn from the first solve that moves it.
         self.leader = {stream: k for k, (_, stream) in reversed(list(enumerate(self.moving)))}
-        self.probes = Probes(seed, torch.zeros_like(rows[:1]) if settings.shared else rows, settings, manifold, pair[0])
+        self.probes = Probes(seed, rows, settings, manifold)
         self.draws = 0
         names = [f"{directions[solve].value}: {STREAMS[stream]}" for solve, stream in self.moving]
         self.state_monitor = FiniteMonitor(names, rows[:1])
@@ -222,39 +218,15 @@ class _ReverseSolve:
         the integral with it."""
         if weight == 0:
             return self.evaluator(points, t)[0]
-        probes = self._draw_probes(points)
+        probes = tuple(self.probes.draw(self.draws, stream, x) for (_, stream), x in zip(self.moving, points))
         velocities, products = self.evaluator(points, t, probes)
-        if self.probes.fused is None or not self.evaluator.curved:
-            self._read_probes(points, velocities, probes, products, weight)
-        else:
-            for k, (solve, stream) in enumerate(self.moving):
-                read = points[k], velocities[k], probes[k], products[k], self.integral.select(0, solve), weight
-                self.probes.read(stream, *read, leads=self.leader[stream] == k)
+        for k, (solve, stream) in enumerate(self.moving):
+            read = points[k], velocities[k], probes[k], products[k], self.integral.select(0, solve), weight
+            self.probes.read(stream, *read, curved=self.evaluator.curved, leads=self.leader[stream] == k)
         step = self.draws // (4 if self.settings.solver == "rk4" else 1)
         self.divergence_monitor.check(tuple(self.integral.transpose(1, 2)), step, t, self.settings.solver)
         self.draws += 1
         return velocities
-
-    def _read_probes(self, points: Points, f: Points, probes: Points, products: Points, weight: float) -> None:
-        """Adds the divergences of all solves to the integral, and lets aligned probes learn."""
-        curvatures = [self.manifold.curvature(x, y) if self.evaluator.curved else 0.0 for x, y in zip(points, f)]
-        divergence = divergences(self.moving, probes, products, curvatures, self.settings.exact)
-        self.integral.add_(divergence, alpha=weight)
-        if self.settings.probe_kind == "aligned" and not self.settings.exact:
-            for stream, k in self.leader.items():
-                self.probes.learn(stream, points[k], probes[k], products[k])
-
-    def _draw_probes(self, points: Points) -> Points:
-        """Probes [K, B, d] at the points of each stream that moves."""
-        alternating = self.settings.tangents == "alternating"
-        number = self.draws // 2 if alternating else self.draws
-        drawn = [
-            self.probes.draw(number if self.settings.redraw else 0, stream, x)
-            for (_, stream), x in zip(self.moving, points)
-        ]
-        if alternating and self.draws % 2:
-            drawn = [-e if STREAMS[stream] == "text" else e for (_, stream), e in zip(self.moving, drawn)]
-        return tuple(drawn)
 
 
 def _encode_distinct(
@@ -268,22 +240,6 @@ def _encode_distinct(
     return tuple(encoded[some] for some in position.split(at_once))
 
 
-def divergences(
-    moving: Sequence[tuple[int, int]],
-    probes: Sequence[Tensor],
-    products: Sequence[Tensor],
-    curvatures: Sequence[Tensor | float],
-    exact: bool,
-) -> Tensor:
-    """Sums of e^T J e and curvature over the streams of each solve, [solves, K, B] float64: one estimate per probe e,
-    or the sum over all of them, which are a basis, if `exact`."""
-    by_solve: dict[int, list[Tensor]] = {}
-    for (solve, _), e, product, curvature in zip(moving, probes, products, curvatures):
-        trace = (product.double() * e.double()).sum(-1)
-        by_solve.setdefault(solve, []).append((trace.sum(0, keepdim=True) if exact else trace) + curvature)
-    return torch.stack([torch.stack(of_streams).sum(0) for of_streams in by_solve.values()])
-
-
 def in_flow(flow: FlowField, x: Tensor, name: str) -> Tensor:
     """The rows `x` [..., d] in the flow's coordinates; `name` begins with that of their stream. Centring and projecting
     may leave nothing of a row, which a ValueError then names."""
@@ -294,9 +250,3 @@ def in_flow(flow: FlowField, x: Tensor, name: str) -> Tensor:
     moved = moved.unflatten(0, x.shape[:-1])
     check_rows(moved, f"{name} in the flow's coordinates")
     return moved
-
-
-def probe_dimensions(flow: FlowField, directions: Sequence[Direction]) -> list[int]:
-    """Dimensions of the tangent spaces of the streams that these directions generate."""
-    streams = {stream for direction in directions for stream in direction.generated}
-    return [flow.manifold.freedom(flow.flow_dims[stream]) for stream in sorted(streams)]

@@ -86,11 +86,15 @@ def tangent_probes_reference(
     `freedom` is less than d: random `signs`, or scaled to the norm sqrt(freedom) and aligned with the direction `seen`.
     """
     normals = hashed_normals(rows, seed, number, stream, probes, x.shape[1]).to(x.dtype)
+    return shaped_probes(x, normals, signs, seen, freedom)
+
+
+def shaped_probes(x: Tensor, normals: Tensor, signs: bool, seen: Tensor | None, freedom: int) -> Tensor:
+    """The probes [K, B, d] that are made of standard `normals`, [K, B, d] or [K, 1, d] for all rows."""
+    normals = normals.expand(-1, len(x), -1)
     if signs:
-        normals = torch.where(normals < 0, -1.0, 1.0).to(x.dtype)
+        return _tangent(x, torch.where(normals < 0, -1.0, 1.0).to(x.dtype), freedom)
     e = _tangent(x, normals, freedom)
-    if signs:
-        return e
     plain = functional.normalize(e, dim=-1) * math.sqrt(freedom)
     return plain if seen is None else align(e, plain, _tangent(x, leading_part(seen, normals), freedom), freedom)
 

@@ -28,7 +28,7 @@ def flow() -> gf.GeoFlow:
         gf.DensitySettings(),
         gf.PAPER_DENSITY,
         gf.FAST_DENSITY,
-        gf.DensitySettings(n_probes=3, orthogonal="probes"),
+        gf.DensitySettings(n_probes=3, shared=True),
     ],
 )
 def test_parity_with_the_cpu(flow, settings):

@@ -174,18 +174,16 @@ def test_rotating_points_and_network_alike_changes_nothing():
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("orthogonal", [None, "none", "probes", "steps"])
-def test_the_standard_error_is_the_standard_deviation_of_the_estimate(orthogonal, direction):
+@pytest.mark.parametrize("options", [{}, {"redraw": False}, {"probe": "rademacher"}])
+def test_the_standard_error_is_the_standard_deviation_of_the_estimate(options, direction):
     flow = random_flow(torch.float32)
     image, text = (x.repeat(400, 1) for x in random_pairs(3, torch.float32))
-    settings = gf.DensitySettings(n_steps=2, n_probes=3, orthogonal=orthogonal)
+    settings = gf.DensitySettings(n_steps=2, n_probes=3, **options)
     estimates = gf.log_density(flow, image, text, direction, generator=seeded(), return_stderr=True, settings=settings)
     estimate, stderr = (x.view(400, 3) for x in estimates)
     claimed = stderr.square().mean(0).sqrt()
     ratio, four_sigma = estimate.std(0) / claimed, 4 / math.sqrt(2 * 400)
-    # The larger stream's dimension stands for both of the joint solve: at widths 6 and 5 up to 15 % too careful.
-    assert float(ratio.max()) < 1 + four_sigma
-    assert float(ratio.min()) > (0.85 if (orthogonal, direction) == ("probes", "joint") else 1) - four_sigma
+    assert float((ratio - 1).abs().max()) < four_sigma
 
 
 def test_the_gaussian_base_of_a_flat_field_that_stands_still():
@@ -206,7 +204,7 @@ def test_the_gaussian_base_of_a_flat_field_that_stands_still():
     [
         {},
         {"n_probes": 3},
-        {"n_probes": 3, "settings": gf.DensitySettings(probe="gaussian")},
+        {"n_probes": 3, "settings": gf.DensitySettings(redraw=False)},
         {"settings": gf.PAPER_DENSITY},
         {"settings": gf.FAST_DENSITY},
     ],
@@ -220,7 +218,7 @@ def test_chain_rule(options):
     torch.testing.assert_close(ep.joint, ep.text + ep.image_given_text, atol=1e-12, rtol=0)
     torch.testing.assert_close(ep.score, -ep.image - ep.text, atol=1e-12, rtol=0)
     terms = list(zip(DIRECTIONS, (ep.joint, ep.text_given_image, ep.image_given_text)))
-    if options.get("settings", gf.DensitySettings()).probe_kind == "aligned":
+    if options.get("settings", gf.DensitySettings()).learns:
         del terms[1:]  # the probes follow the joint solve, which a conditional one alone does not have
     for direction, term in terms:
         one = gf.log_density(flow, image, text, direction, generator=seeded(4), **options)
@@ -239,17 +237,6 @@ def test_the_same_probes_serve_all_three_solves():
     common = ep.joint, ep.text_given_image, ep.image_given_text
     noise, noise_apart = ((2 * j - a - b).view(200, 3).std(0) for j, a, b in (common, apart))
     assert bool((noise < noise_apart).all())
-
-
-def test_the_score_may_be_the_distance_from_typical_values():
-    flow = random_flow()
-    image, text = random_pairs(9)
-    plain = gf.epistemic(flow, image, text, generator=seeded())
-    typical = plain.typical()
-    assert typical[0] == pytest.approx(float(-plain.image.mean()))
-    ep = gf.epistemic(flow, image, text, generator=seeded(), typical=typical)
-    truth = (plain.image - plain.image.mean()).abs() + (plain.text - plain.text.mean()).abs()
-    torch.testing.assert_close(ep.score, truth)
 
 
 def test_marginals_averaged_over_partners():
@@ -306,20 +293,18 @@ def test_bad_partners_are_named():
             gf.epistemic(flow, image, text, text_partners=partners)
 
 
-def test_suggested_steps_reach_the_tolerance():
+def test_doubling_the_steps_with_kept_probes_shows_the_error_of_the_solver():
     image, text, (field, _) = oracles(16)
     truth = field.log_density(image, text, "joint")
-    counts = []
-    for tolerance in (0.3, 0.03):
-        steps = gf.suggest_steps(field, image, text, tolerance, solver="euler")
-        lp = gf.log_density(field, image, text, n_steps=steps, solver="euler", divergence="exact")
+    settings = gf.DensitySettings(solver="euler", redraw=False)
+    for steps in (5, 20):
+        one, two = (
+            gf.log_density(field, image, text, n_steps=n, generator=seeded(), settings=settings)
+            for n in (steps, 2 * steps)
+        )
+        exact = gf.log_density(field, image, text, n_steps=steps, solver="euler", divergence="exact")
         # First order: what doubling the steps changes is half of the error.
-        assert float((lp - truth).abs().mean()) < 2.2 * tolerance
-        counts.append(steps)
-    assert counts[1] > counts[0] > gf.suggest_steps(field, image, text, 0.3, solver="rk4")
-    for most in (4, 7):  # powers of two are tried
-        with pytest.raises(ValueError, match="doubling 4 steps of euler still moves"):
-            gf.suggest_steps(field, image, text, 1e-6, solver="euler", max_steps=most)
+        assert float((one - two).abs().mean()) == pytest.approx(0.5 * float((exact - truth).abs().mean()), rel=0.3)
 
 
 def test_bad_input():
@@ -331,7 +316,6 @@ def test_bad_input():
         ("solver must be one of", {"solver": "magic"}),
         ("return_stderr needs", {"return_stderr": True}),
         ("n_probes must be at least 1, got 0", {"n_probes": 0}),
-        ("do not fit into 3", {"n_probes": 4, "settings": gf.DensitySettings(orthogonal="probes")}),
     ):
         with pytest.raises(ValueError, match=message):
             gf.log_density(field, image, text, **options)
@@ -346,16 +330,13 @@ def test_bad_input():
         gf.log_density(flow, image, text)
     assert gf.epistemic(flow, *random_pairs(0)).score.shape == (0,)
     for name, pair in (("image", (image.tolist(), text)), ("text", (image[0], text.tolist()))):
-        for call in (gf.log_density, gf.epistemic, gf.suggest_steps):
+        for call in (gf.log_density, gf.epistemic):
             with pytest.raises(TypeError, match=f"{name} must be a tensor"):
                 call(field, *pair)
-    for typical in ((1.0,), (1.0, math.inf), (math.nan, 1.0)):
-        with pytest.raises(ValueError, match="typical must be two finite numbers"):
-            gf.epistemic(field, image, text, typical=typical)
 
 
 @pytest.mark.parametrize("kind", ["array", torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("call", [gf.log_density, gf.epistemic, gf.suggest_steps])
+@pytest.mark.parametrize("call", [gf.log_density, gf.epistemic])
 def test_pairs_of_any_floating_type(call, kind):
     """The result is that of the same values in the flow's precision; those in half precision are made unit rows."""
     flow, pair = random_flow(), random_pairs(5)
@@ -363,7 +344,7 @@ def test_pairs_of_any_floating_type(call, kind):
     given = [x.numpy() for x in pair] if kind == "array" else rounded
     expected = [x.double() if kind in ("array", torch.float32) else normalize(x.double()) for x in rounded]
     one, two = (call(flow, *rows, generator=seeded()) for rows in (given, expected))
-    one, two = (x.score if call is gf.epistemic else torch.as_tensor(x) for x in (one, two))
+    one, two = (x.score if call is gf.epistemic else x for x in (one, two))
     torch.testing.assert_close(one, two, rtol=0, atol=1e-9)
 
 
@@ -398,11 +379,11 @@ def test_a_row_that_vanishes_in_the_components_is_an_error():
 
 def test_the_standard_error_of_the_score_is_that_of_its_estimates():
     flow, (image, text) = random_flow(), random_pairs(7)
-    settings = gf.DensitySettings(n_steps=2, n_probes=5, probe="gaussian", orthogonal="none")
+    settings = gf.DensitySettings(n_steps=2, n_probes=5)
     estimates = density_estimates(flow, image, text, [Direction.of(each) for each in DIRECTIONS], settings, 3)
     score = estimates[1] + estimates[2] - 2 * estimates[0]
     expected = score.std(0) / math.sqrt(5)
-    torch.testing.assert_close(epistemic_stderr(estimates, settings, flow, image, text), expected)
+    torch.testing.assert_close(epistemic_stderr(estimates), expected)
 
 
 def marginals_by_partner(flow: gf.GeoFlow, image: torch.Tensor, text: torch.Tensor, **settings) -> torch.Tensor:

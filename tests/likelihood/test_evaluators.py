@@ -16,11 +16,11 @@ from tests.samples import Opaque
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("solver", ["euler", "ab2", "rk4", "midpoint"])
-@pytest.mark.parametrize("tangents", ["separate", "combined", "alternating"])
+@pytest.mark.parametrize("tangents", ["separate", "combined"])
 def test_the_network_and_any_field_give_the_same_answer(direction, solver, tangents):
     flow = random_flow(torch.float32)
     image, text = random_pairs(7, torch.float32)
-    settings = gf.DensitySettings(3, 2, solver, tangents=tangents, grid="late", probe="gaussian")
+    settings = gf.DensitySettings(3, 2, solver, tangents=tangents, grid="late", redraw=False)
     fast, slow = (
         gf.log_density(field, image, text, direction, generator=seeded(), settings=settings)
         for field in (flow, Opaque(flow))
@@ -33,7 +33,7 @@ def test_the_euclidean_twin_gives_the_same_answer_as_any_flat_field():
     image, text = random_pairs(5)
     slow = Opaque(flow)
     slow.config = flow.config
-    settings = gf.DensitySettings(probe="gaussian")
+    settings = gf.DensitySettings(redraw=False)
     fast, slow = (gf.log_density(field, image, text, generator=seeded(), settings=settings) for field in (flow, slow))
     torch.testing.assert_close(fast, slow, rtol=1e-9, atol=1e-9)
 

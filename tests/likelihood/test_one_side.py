@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
@@ -89,13 +88,6 @@ def test_standard_errors_and_typical_values():
     stated = torch.stack([ep.stderr.square() for ep in many]).mean().sqrt()
     seen = torch.stack([ep.score for ep in many]).std(0).square().mean().sqrt()
     assert float(stated / seen) == pytest.approx(1, abs=0.15)
-    typical = many[0].typical()
-    assert np.isfinite(typical[0])
-    assert np.isnan(typical[1])
-    ep = gf.epistemic(flow, image=image, typical=typical, generator=seeded())
-    torch.testing.assert_close(ep.score, (-ep.image - typical[0]).abs())
-    with pytest.raises(ValueError, match="typical must be two finite numbers"):
-        gf.epistemic(flow, *random_pairs(4), typical=typical)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 129])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 
 import pytest
@@ -11,21 +10,11 @@ import geoflow_fast as gf
 
 
 @pytest.mark.parametrize(
-    ("options", "probe", "orthogonal"),
-    [
-        ({}, "aligned", "none"),
-        ({"orthogonal": "none"}, "aligned", "none"),
-        ({"orthogonal": "probes"}, "gaussian", "probes"),
-        ({"redraw": False}, "gaussian", "steps"),
-        ({"shared": True}, "gaussian", "steps"),
-        ({"probe": "gaussian"}, "gaussian", "steps"),
-        ({"probe": "rademacher"}, "rademacher", "none"),
-    ],
+    ("options", "learns"),
+    [({}, True), ({"redraw": False}, False), ({"shared": True}, False), ({"probe": "rademacher"}, False)],
 )
-def test_probes_that_are_not_chosen_follow_from_the_other_settings(options, probe, orthogonal):
-    settings = gf.DensitySettings(**options)
-    assert (settings.probe_kind, settings.orthogonal_to) == (probe, orthogonal)
-    assert dataclasses.replace(gf.DensitySettings(), **options) == settings
+def test_probes_learn_where_they_follow_the_path_of_a_row(options, learns):
+    assert gf.DensitySettings(**options).learns is learns
 
 
 def test_facts_are_everything_that_the_numbers_depend_on():
@@ -36,16 +25,13 @@ def test_facts_are_everything_that_the_numbers_depend_on():
         "divergence": "hutchinson",
         "probe": "aligned",
         "redraw": True,
-        "orthogonal": "none",
         "tangents": "separate",
         "grid": "uniform",
         "shared": False,
         "precision": "float32",
     }
     assert list(gf.DensitySettings().facts().items()) == list(facts.items())
-    assert gf.DensitySettings(shared=True).facts() == {
-        **facts, "probe": "gaussian", "orthogonal": "steps", "shared": True
-    }  # fmt: skip
+    assert gf.DensitySettings(shared=True).facts() == {**facts, "shared": True}
 
 
 @pytest.mark.parametrize(
@@ -54,14 +40,9 @@ def test_facts_are_everything_that_the_numbers_depend_on():
         ("n_probes must be an integer, got True", {"n_probes": True}),
         ("n_steps must be an integer, got True", {"n_steps": True}),
         ("n_steps must be an integer, got 2.0", {"n_steps": 2.0}),
-        ("probe must be", {"probe": "uniform"}),
-        ("tangents must be", {"tangents": "both"}),
+        ("probe must be one of aligned, rademacher, got", {"probe": "gaussian"}),
+        ("tangents must be", {"tangents": "alternating"}),
         ("grid must be", {"grid": "log"}),
-        ("needs probe='gaussian', got 'rademacher'", {"orthogonal": "steps", "probe": "rademacher"}),
-        ("needs probe='gaussian', got 'aligned'", {"orthogonal": "steps", "probe": "aligned"}),
-        ("needs redraw=True", {"redraw": False, "probe": "aligned"}),
-        ("and shared=False", {"shared": True, "probe": "aligned"}),
-        ("orthogonal must be", {"orthogonal": "all"}),
     ],
 )
 def test_bad_settings(message, options):
@@ -69,6 +50,6 @@ def test_bad_settings(message, options):
         gf.DensitySettings(**options)
 
 
-@pytest.mark.parametrize("call", [gf.log_density, gf.epistemic, gf.suggest_steps])
+@pytest.mark.parametrize("call", [gf.log_density, gf.epistemic])
 def test_calls_have_at_most_twelve_parameters(call):
     assert len(inspect.signature(call).parameters) <= 12

@@ -338,14 +338,8 @@ MODELS = [
     Target(
         "epistemic",
         functools.partial(gf.epistemic, small_flow()),
-        lambda: {**pair(), "n_steps": 2, "n_probes": 1, "solver": "midpoint", "typical": (0.0, 0.0), "batch_size": 4},
+        lambda: {**pair(), "n_steps": 2, "n_probes": 1, "solver": "midpoint", "batch_size": 4},
         True,
-    ),
-    Target(
-        "suggest_steps",
-        functools.partial(gf.suggest_steps, small_flow()),
-        lambda: {**pair(), "tolerance": 0.5, "direction": "joint", "max_steps": 64},
-        costly=True,
     ),
 ]
 PAIRS = [

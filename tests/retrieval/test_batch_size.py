@@ -109,7 +109,7 @@ SUBJECTS: dict[str, Callable[[], Callable[..., dict[str, Tensor]]]] = {
     "sample": lambda: drawn,
     "sample pairs": lambda: drawn_pairs,
     "density": lambda: densities(small_flow()),
-    "density, Gaussian probes": lambda: densities(small_flow(), n_probes=3, probe="gaussian"),
+    "density, three probes": lambda: densities(small_flow(), n_probes=3, redraw=False),
     "density of any field": lambda: densities(Opaque(small_flow())),
     "density of any field, exact": lambda: densities(Opaque(small_flow()), divergence="exact"),
     "epistemic": lambda: terms,

@@ -332,10 +332,10 @@ def test_sampling_is_one_replay(precision):
     [
         {},
         {"solver": "midpoint"},
-        {"solver": "rk4", "n_probes": 2, "probe": "gaussian"},
+        {"solver": "rk4", "n_probes": 2, "redraw": False},
         {"probe": "rademacher", "tangents": "combined"},
         {"solver": "ab2", "shared": True},
-        {"precision": "bfloat16", "tangents": "alternating"},
+        {"precision": "bfloat16", "tangents": "combined"},
     ],
     ids=lambda options: "-".join(map(str, options.values())) or "default",
 )
