@@ -26,7 +26,7 @@ LAYERS = (
     ("data", "ops"),
     ("kernels",),
     ("worlds", "spherical", "noise"),
-    ("geometry", "directions"),
+    ("geometry", "directions", "linear"),
     ("distributed", "runtime"),
 )
 LEVEL = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from geoflow_fast.directions import Direction
+from geoflow_fast.linear import ridge
 from geoflow_fast.manifolds import Manifold
 
 POWERS = 4
@@ -83,8 +83,8 @@ class Anchor(nn.Module):
         prediction = manifold.project(points, predictions[rows].float()).double()
         powers = t.double().unsqueeze(1) ** torch.arange(POWERS, device="cpu")
         moment = powers.T @ (powers * prediction.square().sum(1, keepdim=True))
-        ridge = GAIN_RIDGE * moment.trace().clamp(min=1e-12) * torch.eye(POWERS, dtype=moment.dtype, device="cpu")
-        gains = torch.linalg.solve(moment + ridge, powers.T @ (prediction * velocity).sum(1))
+        least = GAIN_RIDGE * moment.trace().clamp(min=1e-12) * torch.eye(POWERS, dtype=moment.dtype, device="cpu")
+        gains = torch.linalg.solve(moment + least, powers.T @ (prediction * velocity).sum(1))
         self.gains[stream].copy_(gains.unsqueeze(1).expand_as(self.gains[stream]))
 
 
@@ -92,28 +92,20 @@ def shrunken_map(given: Tensor, generated: Tensor, towards: Tensor, fold: Tensor
     """The matrix [d', d] of a ridge regression of `generated` [n, d] on `given` [n, d'] that shrinks towards the best
     multiple of `towards`, with the strength by which the halves of `fold` [n] predict each other best; and what each
     half predicts of the other [n, d], which is what can be expected of new pairs."""
-    plain = given @ towards
-    towards = towards * ((plain * generated).sum() / plain.square().sum().clamp(min=1e-12))
-    halves = [(x.T @ x, x.T @ generated[rows]) for rows in (fold, ~fold) for x in (given[rows],)]
-    (gram, product), (other_gram, other_product) = halves
-    whole = gram + other_gram, product + other_product
-    if not 0 < int(fold.sum()) < len(fold):  # one image
-        weight = _ridge_solutions(*whole, towards, RIDGES[-1:])[0]
+    x, y, start, first = (each.numpy() for each in (given, generated, towards, fold))
+    plain = x @ start
+    start = start * ((plain * y).sum() / max(float(np.square(plain).sum()), 1e-12))
+    halves = [(x[rows].T @ x[rows], x[rows].T @ y[rows]) for rows in (first, ~first)]
+    whole = halves[0][0] + halves[1][0], halves[0][1] + halves[1][1]
+    if not 0 < int(first.sum()) < len(first):  # one image
+        weight = torch.from_numpy(ridge(*whole, RIDGES[-1:], start)[0])
         return weight, given @ weight
-    by_half = [_ridge_solutions(*half, towards, RIDGES) for half in halves]
-    errors = torch.zeros(len(RIDGES), dtype=given.dtype, device="cpu")
-    for solutions, (gram, product) in zip(by_half, halves[::-1]):
-        for number, solution in enumerate(solutions):
-            # The sum of squared errors, but for a constant.
-            errors[number] += (solution * (gram @ solution - 2 * product)).sum()
-    best = int(errors.argmin())
-    predictions = torch.where(fold.unsqueeze(1), given @ by_half[1][best], given @ by_half[0][best])
-    return _ridge_solutions(*whole, towards, RIDGES[best : best + 1])[0], predictions
-
-
-def _ridge_solutions(gram: Tensor, product: Tensor, towards: Tensor, ridges: Sequence[float]) -> list[Tensor]:
-    """The matrices [d', d] of ridge regressions, given the moments [d', d'] and [d', d] of the rows."""
-    values, vectors = torch.linalg.eigh(gram)
-    rest = vectors.T @ (product - gram @ towards)
-    floor = values.mean().clamp(min=1e-12)
-    return [towards + vectors @ (rest / (values.clamp(min=0) + ridge * floor).unsqueeze(1)) for ridge in ridges]
+    by_half = [ridge(*half, RIDGES, start) for half in halves]
+    # The sums of squared errors in the other half, but for a constant.
+    errors = [
+        sum(float((w * (gram @ w - 2 * product)).sum()) for w, (gram, product) in zip(pair, halves[::-1]))
+        for pair in zip(*by_half)
+    ]
+    best = int(np.argmin(errors))
+    predictions = np.where(first[:, None], x @ by_half[1][best], x @ by_half[0][best])
+    return torch.from_numpy(ridge(*whole, RIDGES[best : best + 1], start)[0]), torch.from_numpy(predictions)

@@ -19,10 +19,12 @@ from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.data.rows import Index
 from geoflow_fast.directions import CONDITIONAL, Direction
 from geoflow_fast.distributed import ALONE, World
+from geoflow_fast.flow.config import FEW_PAIRS
 from geoflow_fast.flow.precision import bfloat16_pays
 from geoflow_fast.head.config import HeadConfig
 from geoflow_fast.head.loss import contrastive_losses, log_mean_exp, point_scores
 from geoflow_fast.head.model import PosteriorHead, Tower, save_head
+from geoflow_fast.linear import ridge
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.device import usable_device
 from geoflow_fast.training.batches import ShuffledBatches, piece_edges
@@ -37,8 +39,6 @@ BASE_RIDGE = 1e-3
 BASE_ROWS = 50_000
 SCALES = tuple(2.0 ** (k / 8) for k in range(-8, 9, 2))
 MOST_HUB_WEIGHT = 1.5
-FEW_PAIRS = 20_000
-"""With fewer pairs than this, heads are regularised strongly and trained for a short time."""
 POINTS = (1, 4, 8)
 """Numbers of points among which "auto" chooses."""
 LIGHTER, STRONGER = 0.2, 0.3
@@ -213,14 +213,8 @@ def linear_map(pairs: EmbeddingPairs, direction: Direction, seed: int) -> Tensor
     """The matrix [d', d] of the ridge regression of items on queries, of at most `BASE_ROWS` pairs."""
     chosen = np.sort(np.random.default_rng((seed, 3)).permutation(len(pairs))[:BASE_ROWS])
     image, text = pairs[chosen]
-    return ridge_map(direction.queries(image, text).double(), direction.items(image, text).double()).float()
-
-
-def ridge_map(queries: Tensor, items: Tensor) -> Tensor:
-    """The matrix [d', d] of the ridge regression of `items` [B, d'] on `queries` [B, d]; both float64 on the CPU."""
-    gram = queries.T @ queries
-    gram.diagonal().add_(BASE_RIDGE * gram.trace() / len(gram))
-    return torch.linalg.solve(gram, queries.T @ items).T
+    x, y = (side.double().numpy() for side in (direction.queries(image, text), direction.items(image, text)))
+    return torch.from_numpy(ridge(x.T @ x, x.T @ y, [BASE_RIDGE])[0].T).float().contiguous()
 
 
 def fit_head(

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from geoflow_fast.linear import fit_choice
+
 RUNGS = {"cosine": ("cosine",), "hub": ("hub",), "head": ("head", "head_hub"), "flow": ("flow",)}
 """The rungs in the order in which they are tried, and the features that each of them adds."""
 FEATURES = tuple(name for names in RUNGS.values() for name in names)
@@ -244,44 +246,16 @@ def cross_fitted(designs: Iterable[Tensor], possible: Tensor, target: Tensor, fo
     return CrossFit(torch.stack(weights), loss, logits)
 
 
-def fit_weights(
-    design: Tensor, possible: Tensor, target: Tensor, start: Tensor | None = None, *, max_steps: int = 100
-) -> Tensor:
-    """Weights [F] that maximise the likelihood of `target` [Q, C] under softmax(design [Q, C, F] @ weights) over the
-    `possible` [Q, C] choices, with the prior: Newton's method on a strictly convex loss, float64. `start`: weights [F]
-    to begin with, such as those of nearly the same queries."""
+def fit_weights(design: Tensor, possible: Tensor, target: Tensor, start: Tensor | None = None) -> Tensor:
+    """Weights [F] under which `target` [Q, C] is likeliest, float64, as `linear.fit_choice` fits them, with the prior
+    on the weights of standardised features."""
     rows, kept = design.reshape(-1, design.shape[-1]), possible.reshape(-1).to(design.dtype)
     # Root mean square [F] of each feature over possible choices; 1 for the last, and for one that is always zero.
     scale = torch.mv(rows.square().T, kept).div(kept.sum()).sqrt()
     scale[-1] = 1.0
-    scale = torch.where(scale > 0, scale, 1.0)
-    precision = (scale / PRIOR_SD).square()
-    meant = torch.mv(rows.T, target.reshape(-1) * kept)
-    weights = torch.zeros_like(scale) if start is None else start
-
-    def at(w: Tensor) -> tuple[Tensor, Tensor]:
-        """Probabilities [Q, C], and the loss of all queries and the prior."""
-        logits = _logits(design, possible, w)
-        largest = logits.amax(1, keepdim=True)
-        prob = logits.sub_(largest).exp_()
-        total = prob.sum(1, keepdim=True)
-        return prob.div_(total), (total.log() + largest).sum() - meant @ w + precision @ w.square() / 2
-
-    prob, loss = at(weights)
-    for _ in range(max_steps):
-        weighted = design * prob.unsqueeze(2)
-        mean = weighted.sum(1)
-        gradient = mean.sum(0) - meant + precision * weights
-        hessian = weighted.reshape_as(rows).T @ rows - mean.T @ mean + precision.diag()
-        step = torch.linalg.solve(hessian / torch.outer(scale, scale), gradient / scale) / scale
-        decrease = float(gradient @ step)
-        if decrease < 1e-10 * max(1.0, float(loss)):  # about twice the excess loss, which this last step squares
-            return weights - step
-        size = 1.0
-        while float((after := at(weights - size * step))[1]) > float(loss) - 1e-4 * size * decrease:
-            size /= 2
-        weights, (prob, loss) = weights - size * step, after
-    raise ValueError(f"the calibration did not converge in {max_steps} steps; are densities or cosines extreme?")
+    prior_sd = PRIOR_SD / torch.where(scale > 0, scale, 1.0)
+    arrays = (x.cpu().numpy() for x in (design, target, prior_sd, possible))
+    return torch.from_numpy(fit_choice(*arrays, None if start is None else start.cpu().numpy())).to(design.device)
 
 
 def fit_logistic(features: Tensor, target: Tensor, fold: Tensor) -> tuple[Tensor, Tensor]:

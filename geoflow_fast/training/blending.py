@@ -26,6 +26,7 @@ from geoflow_fast.flow.anchor import Anchor
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.likelihood.reverse_ode import density_estimates
 from geoflow_fast.likelihood.settings import DensitySettings
+from geoflow_fast.linear import fit_choice
 
 NONE, HALF, WHOLE = 0.0, 0.5, 1.0
 """Shares of the network to choose among."""
@@ -115,35 +116,17 @@ def plain_features(queries: Tensor, items: Tensor, bank: Tensor) -> Array:
 def crossed_losses(features: Array, fold: NDArray[np.int64]) -> Array:
     """-log probability [Q] of the first of K items, where probabilities are the softmax of features [Q, K, F] times
     weights that are fitted to the queries of other folds."""
+    from scipy.special import logsumexp
+
     x = features - features.mean(1, keepdims=True)
     x = x / np.maximum(np.sqrt(np.square(x).mean((0, 1))), 1e-12)
-    losses = np.empty(len(x))
+    first, losses = np.zeros(x.shape[:2]), np.empty(len(x))
+    first[:, 0] = 1.0
     for number in np.unique(fold):
         left_out = fold == number
-        losses[left_out] = _losses(x[left_out], fitted_weights(x[~left_out]))[0]
+        logits = x[left_out] @ fit_choice(x[~left_out], first[~left_out], PRIOR_SD)
+        losses[left_out] = logsumexp(logits, axis=1) - logits[:, 0]
     return losses
-
-
-def fitted_weights(x: Array) -> Array:
-    """Weights [F] of the features [Q, K, F] under which the first items are likeliest, with the prior."""
-    from scipy.optimize import minimize
-
-    def objective(weights: Array) -> tuple[float, Array]:
-        losses, gradients = _losses(x, weights)
-        prior = weights / PRIOR_SD**2
-        return float(losses.sum() + prior @ weights / 2), gradients.sum(0) + prior
-
-    return np.asarray(minimize(objective, np.zeros(x.shape[2]), jac=True, method="L-BFGS-B").x)
-
-
-def _losses(x: Array, weights: Array) -> tuple[Array, Array]:
-    """The losses [Q] of the first items and their gradients [Q, F]."""
-    logits = x @ weights
-    top = logits.max(1, keepdims=True)
-    odds = np.exp(logits - top)
-    total = odds.sum(1, keepdims=True)
-    mean = np.einsum("qk,qkf->qf", odds / total, x)
-    return np.log(total[:, 0]) + top[:, 0] - logits[:, 0], mean - x[:, 0]
 
 
 def blend(

@@ -13,6 +13,7 @@ from sklearn.linear_model import LogisticRegression
 import geoflow_fast as gf
 from geoflow_fast.directions import Direction
 from geoflow_fast.flow.model import flow_digest, save_weights
+from geoflow_fast.linear import fit_choice
 from geoflow_fast.noise import sample_uniform
 from geoflow_fast.training import blending
 from geoflow_fast.training.flow_matching import preset_settings
@@ -87,7 +88,8 @@ def test_weights_of_a_choice_between_two_are_those_of_a_logistic_regression():
     sides = np.concatenate((difference, -difference)), np.repeat((1, 0), 200)
     # Each query counts twice in the regression, which the prior makes up for.
     known = LogisticRegression(fit_intercept=False, C=blending.PRIOR_SD**2 / 2, tol=1e-10).fit(*sides)
-    np.testing.assert_allclose(blending.fitted_weights(features), known.coef_[0], rtol=1e-3, atol=1e-4)
+    first = np.tile((1.0, 0.0), (200, 1))
+    np.testing.assert_allclose(fit_choice(features, first, blending.PRIOR_SD), known.coef_[0], rtol=1e-3, atol=1e-4)
 
 
 def test_losses_are_held_out_and_those_of_a_useless_feature_are_near_guessing():
@@ -211,12 +213,12 @@ def test_the_scale_of_features_is_that_of_one_entry():
     fold = np.arange(40) % 4
     scaled = []
 
-    def kept(x):
+    def kept(x, *_):
         scaled.append(np.sqrt(np.square(x).mean((0, 1))))
         return np.zeros(x.shape[2])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blending, "fitted_weights", kept)
+        patch.setattr(blending, "fit_choice", kept)
         losses = blending.crossed_losses(features, fold)
     np.testing.assert_allclose(losses, np.log(5))
     np.testing.assert_allclose(np.array(scaled), 1.0, atol=0.3)
