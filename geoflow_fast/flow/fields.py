@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from geoflow_fast.directions import Direction
 from geoflow_fast.manifolds import Manifold, manifold_of
-from geoflow_fast.runtime.graphs import Solve
+from geoflow_fast.runtime.graphs import CapturedCall, Compute, Graphs
 
 if TYPE_CHECKING:
     from geoflow_fast.flow.model import GeoFlow
@@ -54,21 +54,17 @@ class FlowField(Field, Protocol):
         """The network, if the field is one whose derivatives can be computed layer by layer."""
 
     def velocity_at(
-        self,
-        times: Sequence[float],
-        direction: Direction,
-        *,
-        tangent: bool = True,
-        precision: str = "float32",
-        rows: int | None = None,
-    ) -> Velocity:
-        """Returns the velocity, without dropout, as a function that may be called at these times. Unless `tangent`, it
-        may return the generated streams before their tangent projection, and leave the given one out. `precision`: that
-        of a network's matrix products, for so many `rows` in all."""
+        self, times: Sequence[float], direction: Direction, precision: str = "float32", rows: int | None = None
+    ) -> contextlib.AbstractContextManager[Velocity]:
+        """Lends the velocity, without dropout, as a function that may be called at these times. It may return the
+        generated streams before their tangent projection, and leave the given one out. `precision`: that of a network's
+        matrix products, for so many `rows` in all."""
 
-    def replayed(self, kind: Hashable, prepare: Callable[[], Solve], precision: str, rows: int) -> Solve:
-        """The solve that `prepare` returns, made when it is first called. A network on a GPU replays those of one
-        `kind`, which names all that they depend on besides the network, the products of `precision` that `rows` rows in
+    def captured(
+        self, key: Hashable, prepare: Callable[[contextlib.ExitStack], Compute], precision: str, rows: int
+    ) -> CapturedCall:
+        """The solve that `prepare` makes, of what it borrows for the stack. A network on a GPU replays those of one
+        `key`, which names all that they depend on besides the network, the products of `precision` that `rows` rows in
         all have there, and their inputs."""
 
     def stream_to_flow(self, x: Tensor, stream: int) -> Tensor:
@@ -79,9 +75,6 @@ class FlowField(Field, Protocol):
 
     def check_embeddings(self, x: Tensor, stream: int) -> None:
         """Raises a ValueError unless the embeddings `x` of one stream have the field's width, dtype and device."""
-
-    def without_dropout(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which `velocity` has no dropout."""
 
 
 class PlainField:
@@ -106,19 +99,25 @@ class PlainField:
             return next(self.field.parameters())
         return torch.empty(0, dtype=torch.float32, device="cpu")
 
+    @contextlib.contextmanager
     def velocity_at(
         self,
         times: Sequence[float],  # noqa: ARG002
         direction: Direction,
-        *,
-        tangent: bool = True,  # noqa: ARG002
         precision: str = "float32",  # noqa: ARG002
         rows: int | None = None,  # noqa: ARG002
-    ) -> Velocity:
-        return lambda image, text, t: self.velocity(image, text, t, direction)
+    ) -> Iterator[Velocity]:
+        with evaluated(self.field):
+            yield lambda image, text, t: self.velocity(image, text, t, direction)
 
-    def replayed(self, kind: Hashable, prepare: Callable[[], Solve], precision: str, rows: int) -> Solve:  # noqa: ARG002
-        return prepare()
+    def captured(
+        self,
+        key: Hashable,
+        prepare: Callable[[contextlib.ExitStack], Compute],
+        precision: str,  # noqa: ARG002
+        rows: int,  # noqa: ARG002
+    ) -> CapturedCall:
+        return CapturedCall(Graphs(), key, prepare, "only networks are captured")
 
     def stream_to_flow(self, x: Tensor, stream: int) -> Tensor:  # noqa: ARG002
         return x
@@ -129,18 +128,19 @@ class PlainField:
     def check_embeddings(self, x: Tensor, stream: int) -> None:
         """Checks nothing: only the field itself knows what it accepts."""
 
-    @contextlib.contextmanager
-    def without_dropout(self) -> Iterator[None]:
-        """Sets the modules of a field that is a module to eval mode for a while; then each has its own mode back."""
-        modules = list(self.field.modules()) if isinstance(self.field, nn.Module) else []
-        modes = [module.training for module in modules]
-        try:
-            for module in modules:
-                module.training = False
-            yield
-        finally:
-            for module, mode in zip(modules, modes):
-                module.training = mode
+
+@contextlib.contextmanager
+def evaluated(field: Field) -> Iterator[None]:
+    """Sets the modules of a field that is a module to eval mode for a while; then each has its own mode back."""
+    modules = list(field.modules()) if isinstance(field, nn.Module) else []
+    modes = [module.training for module in modules]
+    try:
+        for module in modules:
+            module.training = False
+        yield
+    finally:
+        for module, mode in zip(modules, modes):
+            module.training = mode
 
 
 def as_flow(field: Field, dims: tuple[int, int] | None = None) -> FlowField:

@@ -8,9 +8,9 @@ that share both share their modulation: all rows of a solver step, and in traini
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from geoflow_fast.directions import STREAMS, Counts, Direction, row_directions, 
 from geoflow_fast.flow.anchor import Anchor
 from geoflow_fast.flow.config import GeoFlowConfig
 from geoflow_fast.flow.fields import Streams, Velocity
-from geoflow_fast.flow.forward_mode import ForwardMode, PreparedVelocity
+from geoflow_fast.flow.inference import InferenceNetwork, PreparedNetworks, PreparedVelocity
 from geoflow_fast.flow.modulation import InterpolatedRows, TimePoints
 from geoflow_fast.flow.network import (
     Block,
@@ -37,7 +37,7 @@ from geoflow_fast.flow.precision import HALVES, product_dtype
 from geoflow_fast.flow.preprocess import Preprocess
 from geoflow_fast.runtime import checks, hashing, hub
 from geoflow_fast.runtime.files import contents_of, write_json
-from geoflow_fast.runtime.graphs import Graphs, Replayed, S
+from geoflow_fast.runtime.graphs import CapturedCall, Compute, Graphs
 from geoflow_fast.runtime.tensors import load_tensors, save_tensors
 
 CONFIG_FILE, WEIGHTS_FILE = hub.CONFIG_FILE, hub.WEIGHTS_FILE
@@ -68,7 +68,7 @@ class GeoFlow(hub.Pretrained, nn.Module):
             nn.Sequential(nn.LayerNorm(hidden, dtype=torch.float32), zero_linear(hidden, d)) for d in dims
         )
         self.anchor = Anchor(dims) if config.anchored else None
-        self.graphs = Graphs()
+        self._prepared = PreparedNetworks()
         widths = zip((config.image_dim, config.text_dim), dims)
         self.preprocess = nn.ModuleList(Preprocess(*pair) for pair in widths) if config.preprocesses else None
 
@@ -136,52 +136,75 @@ class GeoFlow(hub.Pretrained, nn.Module):
         """Returns `velocity`, so that `flow(image, text, t, direction)` works and hooks on the flow fire."""
         return self.velocity(image, text, t, direction)
 
-    def velocity_at(
+    @contextlib.contextmanager
+    def prepared(
         self,
+        directions: Sequence[Direction],
         times: Sequence[float],
-        direction: Direction,
-        *,
-        tangent: bool = True,
         precision: str = "float32",
         rows: int | None = None,
-    ) -> Velocity:
-        """Returns velocity(image, text, t) for one direction and any of these times, without dropout in either mode.
+    ) -> Iterator[InferenceNetwork]:
+        """Lends the network without a tape for these directions and times, in either mode without dropout. Its matrix
+        products have the `precision`, which "auto" chooses for so many `rows` in all.
 
-        The shifts and scales of all times are computed at once. Points are not checked. Unless `tangent`, the generated
-        streams are as the network computes them, for steps that project them, and a given stream has no rows. Where no
-        gradients are wanted, matrix products have the `precision`, which "auto" chooses for so many `rows` in all.
-        Hooks on blocks fire, in the flow's own precision.
+        A flow in eval mode keeps it for the next call, with shifts and scales of all times, weights in the type of the
+        products, and buffers: the weights of a flow in eval mode are constant. `train`, `load_state_dict`, `to` and
+        `refresh` drop what was prepared.
         """
-        if not (torch.is_grad_enabled() or self.has_hooks()):
-            network = ForwardMode(self, (direction,), list(dict.fromkeys(times)), precision, rows)
-            return PreparedVelocity(network, direction, tangent=tangent)
-        like = self.conditioning.frequencies
-        moments = torch.tensor(times, dtype=like.dtype, device=like.device)
-        modulation = dict(zip(times, self.modulations(moments, direction)))
+        like = next(self.parameters())
+        products, tf32 = product_dtype(precision, like, rows), precision == "tf32" and like.is_cuda
+        arguments = tuple(directions), tuple(dict.fromkeys(times)), products, tf32
+        kept = PreparedNetworks() if self.training else self._prepared
+        with kept.lent(arguments, lambda: InferenceNetwork(self, *arguments)) as network:
+            yield network
 
-        def velocity(image: Tensor, text: Tensor, t: float) -> Streams:
-            counts = direction.counts(len(image))
-            outputs = self._network(image, text, modulation[t].unbind(), counts)
-            outputs = self._anchored(outputs, image, text, t, counts)
-            return self.make_tangent(image, text, outputs, counts) if tangent else outputs
+    @contextlib.contextmanager
+    def velocity_at(
+        self, times: Sequence[float], direction: Direction, precision: str = "float32", rows: int | None = None
+    ) -> Iterator[Velocity]:
+        """Lends velocity(image, text, t) for one direction and any of these times, by a network that is `prepared`:
+        without gradients and dropout. Points are not checked. The generated streams are as the network computes them,
+        for steps that project them, and a given stream has no rows."""
+        with self.prepared((direction,), times, precision, rows) as network:
+            yield PreparedVelocity(network, direction)
 
-        return velocity
-
-    def replayed(self, kind: Hashable, prepare: Callable[[], S], precision: str, rows: int) -> Replayed[S]:
-        """The solve that `prepare` returns, made when it is first called. On a GPU those of one `kind` are captured and
-        replayed (`runtime/graphs.py`), with one graph for each shape of their inputs. A kind names all that a solve
-        depends on besides the flow, its inputs, and the products of `precision` that `rows` rows in all have here."""
+    def captured(
+        self, key: Hashable, prepare: Callable[[contextlib.ExitStack], Compute], precision: str, rows: int
+    ) -> CapturedCall:
+        """The solve that `prepare` makes, of networks that it borrows for the stack. On a GPU those of one `key` are
+        captured and replayed (`runtime/graphs.py`), with one graph for each shape of their inputs. A key names all that
+        a solve depends on besides the flow, its inputs, and the products of `precision` that `rows` rows in all
+        have."""
         products = product_dtype(precision, next(self.parameters()), rows)
-        reason = "somebody watches the blocks with hooks" if self.has_hooks() else None
-        return Replayed(self.graphs, (kind, products), prepare, lambda: self.state_dict().values(), reason)
+        reason = "a flow in training mode may change its weights" if self.training else None
+        return CapturedCall(self.graphs, (key, products), prepare, reason)
 
-    def has_hooks(self) -> bool:
-        """Whether somebody watches the blocks."""
-        return any(block._forward_hooks or block._forward_pre_hooks for block in self.blocks)
+    @property
+    def graphs(self) -> Graphs:
+        """The CUDA graphs of the flow's solves."""
+        return self._prepared.graphs
 
-    def without_dropout(self) -> contextlib.AbstractContextManager[None]:
-        """A context that changes nothing, as `velocity_at` has no dropout anyway: threads may share a flow."""
-        return contextlib.nullcontext()
+    def refresh(self) -> None:
+        """Drops what calls in eval mode have prepared from the weights. Call it after you wrote to weights of a flow in
+        eval mode; `train`, `load_state_dict` and `to` do it themselves."""
+        self._prepared.clear()
+
+    def train(self, mode: bool = True) -> GeoFlow:
+        """Sets the mode, as every module's `train` does."""
+        if mode != self.training:
+            self.refresh()
+        return super().train(mode)
+
+    def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
+        """Loads weights, as every module's `load_state_dict` does."""
+        outcome = super().load_state_dict(*arguments, **options)
+        self.refresh()
+        return outcome
+
+    def _apply(self, *arguments: Any, **options: Any) -> GeoFlow:
+        super()._apply(*arguments, **options)  # type: ignore[no-untyped-call]
+        self.refresh()
+        return self
 
     def modulations(self, t: Tensor, direction: Direction) -> Tensor:
         """AdaLN shifts and scales of every half-block at the times `t` [S], shared by all rows: [S, 4 depth, 2, 1, H].

@@ -123,8 +123,8 @@ class Block(nn.Module):
     The rate of dropout on the branches is an argument of each call, so that what a call computes does not depend on the
     mode of the module, which other threads may share.
 
-    Every velocity runs its blocks through `__call__`, so hooks on a block fire; solvers do so too if there are hooks.
-    Without any, and for densities by forward-mode derivatives, `flow/forward_mode.py` has layers of its own.
+    `GeoFlow.velocity` and training run blocks through `__call__`, so hooks on a block fire. Samples and densities have
+    layers of their own, in `flow/inference.py`.
     """
 
     def __init__(self, config: GeoFlowConfig) -> None:

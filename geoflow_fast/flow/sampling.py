@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ from geoflow_fast.noise import NOISE_KINDS
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.batches import check_batch_size, in_batches
 from geoflow_fast.runtime.device import rows_at_once
-from geoflow_fast.runtime.graphs import Solve
+from geoflow_fast.runtime.graphs import Compute
 from geoflow_fast.runtime.progress import Advance
 from geoflow_fast.runtime.settings import settings_from
 
@@ -167,9 +168,9 @@ def sample_conditional(
     moments = evaluation_times(times, settings.solver)
     rows = (total or len(given)) * draws * len(moments) * copies
 
-    def prepare() -> Solve:
-        """A solve for queries and starting points, with a network of its own."""
-        velocity = flow.velocity_at(moments, direction, tangent=False, precision=settings.precision, rows=rows)
+    def prepare(stack: contextlib.ExitStack) -> Compute:
+        """A solve for queries and starting points, with a velocity that it borrows for the stack."""
+        velocity = stack.enter_context(flow.velocity_at(moments, direction, settings.precision, rows))
 
         def free_at_start(begin: StartingPoints) -> Tensor | None:
             """The unguided velocity at t=0, where all queries are at the same points: the same for all."""
@@ -189,10 +190,9 @@ def sample_conditional(
 
         return solve
 
-    with flow.without_dropout():
-        run = flow.replayed((direction, settings), prepare, settings.precision, rows)
-        queries = flow.stream_to_flow(given, 1 - stream)
+    queries = flow.stream_to_flow(given, 1 - stream)
 
+    def draw_all(run: Compute) -> Tensor:
         def drawn(some: slice) -> Tensor:
             samples = run(queries[some], start.generated, start.condition)
             if advance is not None:
@@ -200,6 +200,9 @@ def sample_conditional(
             return samples
 
         return in_batches(drawn, len(queries), at_once)
+
+    with flow.captured((direction, settings), prepare, settings.precision, rows) as call:
+        return call.over(draw_all)
 
 
 def network_rows_at_once(flow: FlowField, like: Tensor, on_cpu: int) -> int:
@@ -253,8 +256,8 @@ def _sample_joint(
     moments = evaluation_times(times, settings.solver)
     rows = n * len(moments)
 
-    def prepare() -> Solve:
-        velocity = flow.velocity_at(moments, Direction.JOINT, tangent=False, precision=settings.precision, rows=rows)
+    def prepare(stack: contextlib.ExitStack) -> Compute:
+        velocity = stack.enter_context(flow.velocity_at(moments, Direction.JOINT, settings.precision, rows))
 
         def rate(point: Points, t: float, weight: float) -> list[Guided]:  # noqa: ARG001
             return [Guided(v) for v in velocity(point[0], point[1], t)]
@@ -264,9 +267,8 @@ def _sample_joint(
 
         return solve
 
-    with flow.without_dropout():
-        run = flow.replayed((Direction.JOINT, settings), prepare, settings.precision, rows)
-        at_once = batch_size or network_rows_at_once(flow, start[0], ROWS_AT_ONCE)
-        ends = in_batches(lambda some: run(*(x[some] for x in start)), n, at_once)
+    at_once = batch_size or network_rows_at_once(flow, start[0], ROWS_AT_ONCE)
+    with flow.captured((Direction.JOINT, settings), prepare, settings.precision, rows) as call:
+        ends = call.over(lambda run: in_batches(lambda some: run(*(x[some] for x in start)), n, at_once))
     image, text = ends.split(flow.flow_dims, dim=1)
     return flow.stream_from_flow(image, IMAGE), flow.stream_from_flow(text, TEXT)

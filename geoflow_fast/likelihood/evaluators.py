@@ -16,7 +16,7 @@ from torch import Tensor
 
 from geoflow_fast.directions import STREAMS, Direction
 from geoflow_fast.flow.fields import FlowField, Streams
-from geoflow_fast.flow.forward_mode import ForwardMode, SolveInput
+from geoflow_fast.flow.inference import InferenceNetwork, Solve
 from geoflow_fast.flow.solvers import Points
 from geoflow_fast.geometry import capturing
 from geoflow_fast.likelihood.settings import DensitySettings
@@ -50,7 +50,7 @@ class NetworkEvaluator:
 
     def __init__(
         self,
-        network: ForwardMode,
+        network: InferenceNetwork,
         directions: Sequence[Direction],
         pair: Streams,
         settings: DensitySettings,
@@ -81,7 +81,7 @@ class NetworkEvaluator:
             if probes is not None:
                 tangents[solve][stream] = probes[k]
         paired = self.settings.paired_tangents
-        rows = [SolveInput(*solve, paired) for solve in zip(self.directions, everywhere, tangents)]
+        rows = [Solve(*solve, paired) for solve in zip(self.directions, everywhere, tangents)]
         outputs = self.network(t, rows)
         f, products = zip(*(outputs[key] for key in self.moving))
         if self.anchor is not None:

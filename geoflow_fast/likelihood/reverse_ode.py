@@ -7,6 +7,8 @@ which the solver evaluates v. All directions are solved side by side.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Sequence
 from typing import cast
 
@@ -14,8 +16,8 @@ import torch
 from torch import Tensor
 
 from geoflow_fast.directions import STREAMS, Direction
-from geoflow_fast.flow.fields import Field, FlowField, Streams, as_flow
-from geoflow_fast.flow.forward_mode import ForwardMode
+from geoflow_fast.flow.fields import Field, FlowField, Streams, as_flow, evaluated
+from geoflow_fast.flow.inference import InferenceNetwork
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.flow.solvers import FiniteMonitor, Points, evaluation_times, integrate, time_grid
 from geoflow_fast.geometry import capturing, check_rows
@@ -25,6 +27,7 @@ from geoflow_fast.likelihood.settings import DensitySettings
 from geoflow_fast.manifolds import Manifold
 from geoflow_fast.runtime.batches import batch_rows, in_batches
 from geoflow_fast.runtime.device import rows_at_once
+from geoflow_fast.runtime.graphs import Compute
 
 CPU_MEMORY = 64 * 2**20
 """Memory for the activations of a network on a CPU, in bytes: they should stay in its last-level cache."""
@@ -59,11 +62,14 @@ def density_estimates(
     """
     flow = as_flow(field, (image.shape[1], text.shape[1]))
     image, text = in_flow(flow, image, "image"), in_flow(flow, text, "text")
-    with flow.without_dropout(), torch.no_grad():
-        if flow.network is not None:
-            flow.network.check_points(image, text)
-            solver = _NetworkSolver(flow.network, tuple(directions), settings, len(image), batch_size)
-            return solver.estimates((image, text), seed, first_row, given_number)
+    directions = tuple(directions)
+    if flow.network is not None:
+        flow.network.check_points(image, text)
+        with torch.no_grad():
+            return _network_estimates(
+                flow.network, (image, text), directions, settings, seed, first_row, given_number, batch_size
+            )
+    with evaluated(field), torch.no_grad():
         rows = torch.arange(first_row, first_row + len(image), device=image.device)
 
         def solved(some: slice) -> Tensor:
@@ -76,61 +82,45 @@ def density_estimates(
         return in_batches(solved, len(image), size).movedim(0, -1).contiguous()
 
 
-class _NetworkSolver:
-    """Solves `rows` pairs in all with a network, in chunks. On a GPU, chunks of one size are replayed."""
+def _network_estimates(
+    network: GeoFlow,
+    pair: Streams,
+    directions: tuple[Direction, ...],
+    settings: DensitySettings,
+    seed: int | Tensor,
+    first_row: int,
+    given_number: Tensor | None,
+    batch_size: int | None,
+) -> Tensor:
+    """`density_estimates` of pairs in the flow's coordinates, in chunks. On a GPU, chunks of one size are replayed."""
+    times = evaluation_times(time_grid(settings.n_steps, kind=settings.grid, reverse=True), settings.solver)
+    (image, text), count = pair, len(pair[0])
+    most = batch_size or pairs_at_once(network, directions, settings)
+    # Chunks of a CPU are of equal size; those of a GPU have the size of all other large calls.
+    at_once = most if image.is_cuda else max(1, -(-count // max(1, -(-count // most))))
+    network_rows = count * len(times) * len(directions) * (1 + settings.n_probes)
+    lent = functools.partial(network.prepared, directions, sorted(set(times)), settings.precision, network_rows)
 
-    def __init__(
-        self,
-        network: GeoFlow,
-        directions: tuple[Direction, ...],
-        settings: DensitySettings,
-        rows: int,
-        batch_size: int | None,
-    ) -> None:
-        self.network, self.directions, self.settings = network, directions, settings
-        self.times = evaluation_times(time_grid(settings.n_steps, kind=settings.grid, reverse=True), settings.solver)
-        self.network_rows = rows * len(self.times) * len(directions) * (1 + settings.n_probes)
-        most = batch_size or pairs_at_once(network, directions, settings)
-        # Chunks of a CPU are of equal size; those of a GPU have the size of all other large calls.
-        chunks = max(1, -(-rows // most))
-        self.at_once = most if network.example.is_cuda else max(1, -(-rows // chunks))
-        kind = directions, tuple(settings.facts().items())
-        self.run = network.replayed(kind, self._prepare, settings.precision, self.network_rows)
+    def prepare(stack: contextlib.ExitStack) -> Compute:
+        inference = stack.enter_context(lent())
 
-    def estimates(self, pair: Streams, seed: int | Tensor, first_row: int, given_number: Tensor | None) -> Tensor:
-        """[directions, K, B] of the pairs, numbered from `first_row`."""
-        image, text = pair
-        rows = torch.arange(first_row, first_row + len(image), device=image.device)
-        if not isinstance(seed, Tensor):
-            seed = torch.full((), seed, dtype=torch.int64, device=image.device)
-        parts: list[tuple[Tensor, ...]] = [x.split(self.at_once) for x in (image, text, rows)]
-        # To learn which points are distinct, the host would have to wait for a GPU, which encodes all of them sooner.
-        if given_number is not None and not image.is_cuda:
-            given = self.directions[0].queries(image, text)
-            network, direction = self.run.prepared.network, self.directions[0]
-            parts.append(_encode_distinct(network, given, direction, given_number, self.at_once))
-        return torch.cat([self.run(*chunk[:3], seed, *chunk[3:]) for chunk in zip(*parts)], dim=-1)
+        def solve(image: Tensor, text: Tensor, rows: Tensor, seed: Tensor, encoded: Tensor | None = None) -> Tensor:
+            evaluator = NetworkEvaluator(inference, directions, (image, text), settings, encoded)
+            return _ReverseSolve(evaluator, network.manifold, directions, (image, text), settings, seed, rows).run()
 
-    def _prepare(self) -> _NetworkSolve:
-        times, settings = sorted(set(self.times)), self.settings
-        network = ForwardMode(self.network, self.directions, times, settings.precision, self.network_rows)
-        return _NetworkSolve(network, self.directions, settings)
+        return solve
 
-
-class _NetworkSolve:
-    """Solves pairs, with the buffers of one network in forward mode."""
-
-    def __init__(self, network: ForwardMode, directions: Sequence[Direction], settings: DensitySettings) -> None:
-        self.network, self.directions, self.settings = network, directions, settings
-
-    def __call__(
-        self, image: Tensor, text: Tensor, rows: Tensor, seed: Tensor, encoded: Tensor | None = None
-    ) -> Tensor:
-        """Estimates [directions, K, B] of the pairs with these numbers; `encoded` [B, H] is the given stream, if it is
-        already known."""
-        pair, manifold = (image, text), self.network.flow.manifold
-        evaluator = NetworkEvaluator(self.network, self.directions, pair, self.settings, encoded)
-        return _ReverseSolve(evaluator, manifold, self.directions, pair, self.settings, seed, rows).run()
+    rows = torch.arange(first_row, first_row + count, device=image.device)
+    seed = seed if isinstance(seed, Tensor) else torch.full((), seed, dtype=torch.int64, device=image.device)
+    parts: list[tuple[Tensor, ...]] = [x.split(at_once) for x in (image, text, rows)]
+    # To learn which points are distinct, the host would have to wait for a GPU, which encodes all of them sooner.
+    if given_number is not None and not image.is_cuda:
+        given = directions[0].queries(image, text)
+        with lent() as inference:
+            parts.append(_encode_distinct(inference, given, directions[0], given_number, at_once))
+    chunks = list(zip(*parts))
+    with network.captured((directions, settings), prepare, settings.precision, network_rows) as call:
+        return call.over(lambda run: torch.cat([run(*chunk[:3], seed, *chunk[3:]) for chunk in chunks], dim=-1))
 
 
 def pairs_at_once(flow: GeoFlow, directions: Sequence[Direction], settings: DensitySettings) -> int:
@@ -230,7 +220,7 @@ class _ReverseSolve:
 
 
 def _encode_distinct(
-    network: ForwardMode, x: Tensor, direction: Direction, number: Tensor, at_once: int
+    network: InferenceNetwork, x: Tensor, direction: Direction, number: Tensor, at_once: int
 ) -> tuple[Tensor, ...]:
     """Encodings [B, H] of the given points `x` [B, d], in chunks; those that have the same `number` [B] are encoded
     once."""

@@ -46,19 +46,19 @@ class Segment(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Segments:
+class RowTable:
     """The segments that an operation goes over, and the same on the device as a table, int32 [segments, 10]."""
 
     lines: tuple[Segment, ...]
     table: Tensor
 
     @staticmethod
-    def of(lines: Sequence[Segment], device: torch.device) -> Segments:
+    def of(lines: Sequence[Segment], device: torch.device) -> RowTable:
         """The segments with a table on the device."""
         table = torch.tensor(lines, dtype=torch.int32, device="cpu")
         if device.type == "cuda":  # nothing waits for a copy from pinned memory
             table = table.pin_memory().to(device, non_blocking=True)
-        return Segments(tuple(lines), table)
+        return RowTable(tuple(lines), table)
 
     @property
     def pairs(self) -> int:
@@ -72,7 +72,7 @@ def adaln_segments(
     shift: Tensor,
     scale: Tensor,
     y: Tensor,
-    segments: Segments,
+    segments: RowTable,
     eps: float,
     by_stream: bool = False,
     *,
@@ -91,7 +91,7 @@ def gate_adaln_segments(
     scale: Tensor,
     out: Tensor,
     y: Tensor,
-    segments: Segments,
+    segments: RowTable,
     eps: float,
     by_stream: bool = False,
     *,
@@ -107,7 +107,7 @@ def gate_adaln_segments(
     function(h, branch, heads, layer_scale, shift, scale, out, y, segments, eps, by_stream)
 
 
-def swiglu_segments(wide: Tensor, inner: Tensor, segments: Segments, *, backend: str = "auto") -> None:
+def swiglu_segments(wide: Tensor, inner: Tensor, segments: RowTable, *, backend: str = "auto") -> None:
     """Writes the SwiGLU product of the two halves of `wide` [R, 2 I] and its tangents to `inner` [R, I]."""
     dispatch.choose("swiglu_segments", wide, backend)(wide, inner, segments)
 
@@ -121,7 +121,7 @@ def adaln_segments_reference(
     shift: Tensor,
     scale: Tensor,
     y: Tensor,
-    segments: Segments,
+    segments: RowTable,
     eps: float,
     by_stream: bool,
 ) -> None:
@@ -142,7 +142,7 @@ def gate_adaln_segments_reference(
     scale: Tensor,
     out: Tensor,
     y: Tensor,
-    segments: Segments,
+    segments: RowTable,
     eps: float,
     by_stream: bool,
 ) -> None:
@@ -166,7 +166,7 @@ def gate_adaln_segments_reference(
         _write(line.rows(y, "to_"), _adaln(*after, shift[group], scale[group], eps))
 
 
-def swiglu_segments_reference(wide: Tensor, inner: Tensor, segments: Segments) -> None:
+def swiglu_segments_reference(wide: Tensor, inner: Tensor, segments: RowTable) -> None:
     """See `swiglu_segments`."""
     for line in segments.lines:
         points, tangents = (x.to(working_dtype(wide)) for x in line.rows(wide))
@@ -199,7 +199,7 @@ def _compiled() -> Any:
     return native.extension()  # which is there where a backend "cpu" is chosen
 
 
-def _shape(y: Tensor, segments: Segments, eps: float, by_stream: bool) -> tuple[Any, ...]:
+def _shape(y: Tensor, segments: RowTable, eps: float, by_stream: bool) -> tuple[Any, ...]:
     table = segments.table
     return table.data_ptr(), len(table), y.shape[1], eps, by_stream, native.usable_threads()
 
@@ -210,7 +210,7 @@ def _adaln_cpu(
     shift: Tensor,
     scale: Tensor,
     y: Tensor,
-    segments: Segments,
+    segments: RowTable,
     eps: float,
     by_stream: bool,
 ) -> None:
@@ -228,7 +228,7 @@ def _gate_adaln_cpu(
     scale: Tensor,
     out: Tensor,
     y: Tensor,
-    segments: Segments,
+    segments: RowTable,
     eps: float,
     by_stream: bool,
 ) -> None:
@@ -236,7 +236,7 @@ def _gate_adaln_cpu(
     _compiled().gate_adaln_segments(_shape(y, segments, eps, by_stream), heads, *addresses, y.dtype == torch.bfloat16)
 
 
-def _swiglu_cpu(wide: Tensor, inner: Tensor, segments: Segments) -> None:
+def _swiglu_cpu(wide: Tensor, inner: Tensor, segments: RowTable) -> None:
     _compiled().swiglu_segments(
         _shape(inner, segments, 0.0, False), wide.data_ptr(), inner.data_ptr(), inner.dtype == torch.bfloat16
     )
@@ -249,7 +249,7 @@ def _triton(function: str) -> Backend:
     kernel = triton_kernels.backend("network", function, widest=None if function.endswith("swiglu") else WIDEST_ROW)
 
     def call(*arguments: object) -> None:
-        flat = [part for x in arguments for part in ((x.table, x.pairs) if isinstance(x, Segments) else (x,))]
+        flat = [part for x in arguments for part in ((x.table, x.pairs) if isinstance(x, RowTable) else (x,))]
         kernel.function(*flat)
 
     return dataclasses.replace(kernel, function=call)

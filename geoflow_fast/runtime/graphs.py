@@ -13,8 +13,8 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,8 +25,7 @@ KEPT = 4
 """Kinds of calls that a model keeps graphs of, each with the memory of its solve."""
 FIRST = "this is the first call of its kind, and the second will be captured"
 
-Solve = Callable[..., Tensor]
-S = TypeVar("S", bound=Solve)
+Compute = Callable[..., Tensor]
 
 
 class Graphs:
@@ -36,9 +35,10 @@ class Graphs:
     def __init__(self, kept: int = KEPT) -> None:
         self.kept = kept
         self._seen: dict[Hashable, None] = {}
-        self._graphs: dict[Hashable, Solve] = {}
+        self._graphs: dict[Hashable, Compute] = {}
         self._refused: dict[Hashable, str] = {}
         self._turn = threading.RLock()
+        self._streams: dict[torch.device, Any] = {}  # on which graphs are captured, one for each device
         self._done: Any = None  # the event after which the memory of the graphs is free again
         self.reason: str | None = "nothing has been solved yet"
         """Why the last call was not a replay; None if it was one."""
@@ -50,7 +50,7 @@ class Graphs:
         return Graphs, (self.kept,)
 
     def replay(
-        self, kind: Hashable, make: Callable[[], Solve], *inputs: Tensor, repeatable: bool = True
+        self, kind: Hashable, make: Callable[[], Compute], *inputs: Tensor, repeatable: bool = True
     ) -> Tensor | None:
         """Replays, for `inputs`, the function that `make` returns, which has to depend on nothing else but what `kind`
         names. Returns None if that cannot be done now, for the `reason` that is kept. A function that is `repeatable`
@@ -69,8 +69,16 @@ class Graphs:
             with self._after_others(inputs[0].device):
                 return self._graphs[kind](*inputs)
 
+    def clear(self) -> None:
+        """Forgets all graphs: what they depend on has changed."""
+        with self._turn:
+            for device in self._streams:
+                wait_for_all(device)  # a replay may not have ended
+            for entries in (self._graphs, self._seen, self._refused):
+                entries.clear()
+
     def _capture(
-        self, kind: Hashable, make: Callable[[], Solve], inputs: tuple[Tensor, ...], repeatable: bool
+        self, kind: Hashable, make: Callable[[], Compute], inputs: tuple[Tensor, ...], repeatable: bool
     ) -> str | None:
         """Captures a graph for this kind of calls, or returns why that cannot be done."""
         del self._seen[kind]
@@ -78,13 +86,19 @@ class Graphs:
             wait_for_all(inputs[0].device)  # a replay of the graph that goes may not have ended
             del self._graphs[next(iter(self._graphs))]
         try:
-            self._graphs[kind] = capture(make(), inputs, repeatable=repeatable)
+            self._graphs[kind] = capture(make(), inputs, self._stream(inputs[0].device), repeatable=repeatable)
         except RuntimeError as error:  # torch raises this, and its subclass for a lack of memory
             reason = f"the capture failed: {str(error).splitlines()[0]}"
             LOGGER.warning("calls of this kind are started kernel by kernel, since %s", reason)
             _remember(self._refused, kind, reason, self.kept)
             return reason
         return None
+
+    def _stream(self, device: torch.device) -> Any:
+        """The stream of captures on this device: memory of one stream is not handed out to another."""
+        if device.type == "cuda" and device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams.get(device)
 
     @contextlib.contextmanager
     def _after_others(self, device: torch.device) -> Iterator[None]:
@@ -106,37 +120,55 @@ def _remember(entries: dict[Hashable, Any], key: Hashable, value: Any, most: int
         del entries[next(iter(entries))]
 
 
-class Replayed(Generic[S]):
-    """The solve that `prepare` returns, which a GPU replays for calls of one `kind`. Those for which there is a reason
-    `why_not` share one that is `prepared` when it is first needed."""
+class CapturedCall:
+    """The solve that `prepare` makes, which a GPU replays for calls of one `key`. Those for which there is a reason
+    `why_not` share one that is `prepared` when it is first needed. What `prepare` borrows for its stack is given back
+    when the context of the call ends, but for what a graph uses, which stays with the graph."""
 
     def __init__(
         self,
         graphs: Graphs,
-        kind: Hashable,
-        prepare: Callable[[], S],
-        tensors: Callable[[], Iterable[Tensor]],
+        key: Hashable,
+        prepare: Callable[[contextlib.ExitStack], Compute],
         why_not: str | None = None,
     ) -> None:
-        self.graphs, self.kind, self.prepare, self.why_not = graphs, kind, prepare, why_not
-        self.tensors = tensors
-        """The weights that the solve depends on."""
+        self.graphs, self.key, self.prepare, self.why_not = graphs, key, prepare, why_not
+        self.replayed = False
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> CapturedCall:
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        self._stack.__exit__(*failure)
 
     @functools.cached_property
-    def prepared(self) -> S:
+    def prepared(self) -> Compute:
         """A solve of this call's own."""
-        return self.prepare()
+        return self.prepare(self._stack)
 
     def __call__(self, *inputs: Tensor) -> Tensor:
+        """The result of the solve. One that a replay returns may not be finite where the solve itself raises an
+        error."""
         reason = self.why_not or unsuitable(inputs[0])
-        if reason is not None:
+        if reason is None:
+            shapes = tuple((x.shape, x.dtype) for x in inputs)
+            # What this solve borrows is never given back: the graph keeps the solve.
+            make = functools.partial(self.prepare, contextlib.ExitStack())
+            result = self.graphs.replay((self.key, surroundings(), shapes), make, *inputs)
+            if result is not None:
+                self.replayed = True
+                return result
+        else:
             self.graphs.reason = reason
-            return self.prepared(*inputs)
-        shapes = tuple((x.shape, x.dtype) for x in inputs)
-        key = self.kind, surroundings(), shapes, versions(self.tensors())
-        result = self.graphs.replay(key, self.prepare, *inputs)
-        if result is None or not bool(torch.isfinite(result).all()):
-            return self.prepared(*inputs)  # which names the row and the step that is not finite
+        return self.prepared(*inputs)
+
+    def over(self, compute: Callable[[Compute], Tensor]) -> Tensor:
+        """What `compute` makes by means of the solve. If replays have left something that is not finite in it, it is
+        computed without them, which names the row and the step."""
+        result = compute(self)
+        if self.replayed and not bool(torch.isfinite(result).all()):
+            return compute(self.prepared)
         return result
 
 
@@ -161,31 +193,29 @@ def unsuitable(like: Tensor) -> str | None:
     return None
 
 
-def versions(tensors: Iterable[Tensor]) -> tuple[tuple[int, int], ...]:
-    """What changes when one of these tensors is replaced or written to."""
-    return tuple((x.data_ptr(), x._version) for x in tensors)
-
-
 def wait_for_all(device: torch.device) -> None:
     """Waits for everything that a GPU was asked to do."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def capture(solve: Solve, inputs: tuple[Tensor, ...], *, repeatable: bool) -> Solve:
-    """A function that replays `solve`, for inputs of the same shapes."""
+def capture(solve: Compute, inputs: tuple[Tensor, ...], stream: Any, *, repeatable: bool) -> Compute:
+    """A function that replays `solve`, for inputs of the same shapes. It owns the solve: a graph reads and writes
+    memory of everything that the solve holds, such as weights, shifts and scales, and buffers."""
     held = [x.clone() for x in inputs]
     if repeatable:  # kernels are compiled, and buffers and tables made, outside the graph
         solve(*held)
     graph = torch.cuda.CUDAGraph()
     # Other threads, as the one that makes batches, go on: what they ask of the GPU is none of the graph's business.
-    with torch.cuda.device(inputs[0].device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    captured = torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local")
+    with torch.cuda.device(inputs[0].device), captured:
         result = solve(*held)
+    owned = solve, result
 
     def replay(*inputs: Tensor) -> Tensor:
         for to, x in zip(held, inputs):
             to.copy_(x)
         graph.replay()
-        return result.clone()
+        return owned[1].clone()
 
     return replay

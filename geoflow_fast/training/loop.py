@@ -209,8 +209,8 @@ class Run(Generic[B]):
 
     def _descend(self, norm: Tensor) -> None:
         """Clips the gradient, takes the optimiser's step, and averages the weights."""
-        # On a CPU the norm is known, and a gradient that is short enough is left as it is.
-        if self.device.type == "cuda" or float(norm) > self.config.clip:
+        # A step that may be replayed asks for no number; elsewhere a gradient that is short enough is left as it is.
+        if self.learning_rate is not None or self.device.type == "cuda" or float(norm) > self.config.clip:
             torch.nn.utils.clip_grads_with_norm_(self.module.parameters(), self.config.clip, norm)
         self.optimizer.step()
         if self.averaged is not None:

@@ -10,7 +10,7 @@ import torch
 import geoflow_fast as gf
 from benchmarks.methods.euclidean import EuclideanConfig
 from geoflow_fast.directions import Direction
-from geoflow_fast.flow.forward_mode import ForwardMode
+from geoflow_fast.flow.inference import InferenceNetwork
 from geoflow_fast.likelihood.reverse_ode import _ReverseSolve, density_estimates
 from tests.likelihood.helpers import oracles, random_flow, random_pairs, seeded
 
@@ -70,7 +70,7 @@ def test_a_solve_that_breaks_on_the_way_names_row_and_step(monkeypatch, solve, s
     """The network's output for one pair, in a later chunk, turns NaN on the way."""
     flow = random_flow()
     image, text = random_pairs(8)
-    call = ForwardMode.__call__
+    call = InferenceNetwork.__call__
 
     def breaking(self, t, solves):
         outputs = call(self, t, solves)
@@ -78,6 +78,6 @@ def test_a_solve_that_breaks_on_the_way_names_row_and_step(monkeypatch, solve, s
             outputs[solve, stream][0][(solves[0].points[1] - text[6]).norm(dim=1) < 0.5] = math.nan
         return outputs
 
-    monkeypatch.setattr(ForwardMode, "__call__", breaking)
+    monkeypatch.setattr(InferenceNetwork, "__call__", breaking)
     with pytest.raises(ValueError, match=rf"{name}: divergence row 6 became non-finite in step {where} of {solver}"):
         gf.epistemic(flow, image, text, batch_size=4, settings=gf.DensitySettings(solver=solver))

@@ -10,14 +10,14 @@ import torch
 
 from geoflow_fast import ops
 from geoflow_fast.ops import native
-from geoflow_fast.ops.segments import Segment, Segments, adaln_segments, gate_adaln_segments, swiglu_segments
+from geoflow_fast.ops.segments import RowTable, Segment, adaln_segments, gate_adaln_segments, swiglu_segments
 
 CPU = torch.device("cpu")
 EPS = 1e-5
 
 
-def two_solves(pairs: int, tangents: int) -> tuple[int, int, Segments, Segments]:
-    """Segments of both streams of a solve with tangents and of one without any, and of a part of the first solve: rows
+def two_solves(pairs: int, tangents: int) -> tuple[int, int, RowTable, RowTable]:
+    """RowTable of both streams of a solve with tangents and of one without any, and of a part of the first solve: rows
     that are read, rows that the part writes, all segments, and the part."""
     rows, whole, leaving, to = (2 + tangents) * pairs, [], [], 0
     for stream in range(2):
@@ -29,7 +29,7 @@ def two_solves(pairs: int, tangents: int) -> tuple[int, int, Segments, Segments]
         at, other = (here, here + tangents * pairs), (there, there + tangents * pairs)
         leaving.append(Segment(pairs, last, *at, *other, to, to + pairs, 2 * stream, stream))
         to += (1 + last) * pairs
-    return 2 * rows, to, Segments.of(whole, CPU), Segments.of(leaving, CPU)
+    return 2 * rows, to, RowTable.of(whole, CPU), RowTable.of(leaving, CPU)
 
 
 @pytest.mark.skipif(native.missing() is not None, reason="the extension is not built")
@@ -110,6 +110,6 @@ def test_tangents_are_derivatives(heads):
 def test_bfloat16_rows_keep_what_is_not_a_number():
     wide = torch.tensor([[9.0, torch.nan, 3e38, 1.0]] * 2).bfloat16()
     inner = torch.empty(2, 2).bfloat16()
-    swiglu_segments(wide, inner, Segments.of([Segment(2, 0, 0, 2, 0, 2, 0, 2, 0, 0)], CPU), backend="cpu")
+    swiglu_segments(wide, inner, RowTable.of([Segment(2, 0, 0, 2, 0, 2, 0, 2, 0, 0)], CPU), backend="cpu")
     assert inner[:, 0].isinf().all()
     assert inner[:, 1].isnan().all()

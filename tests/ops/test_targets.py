@@ -32,7 +32,7 @@ MODULES = (
     "ops/test_segments.py",
     "ops/test_tangent_step.py",
     "ops/test_ot.py",
-    "flow/test_forward_mode.py",
+    "flow/test_inference.py",
     "reliability/test_widths.py",
 )
 CALLS = """

@@ -27,7 +27,7 @@ SUITE = (
     "ops/test_network_ops.py",
     "ops/test_segments.py",
     "ops/test_tangent_step.py",
-    "flow/test_forward_mode.py",
+    "flow/test_inference.py",
     "flow/test_sampling.py",
     "ops/test_ot.py",
     "ops/test_ot_bfloat16.py",

@@ -15,7 +15,7 @@ import geoflow_fast as gf
 from benchmarks.methods.studies.rerank import RerankStudy
 from geoflow_fast import noise
 from geoflow_fast.directions import Direction
-from geoflow_fast.flow.forward_mode import ForwardMode
+from geoflow_fast.flow.inference import InferenceNetwork
 from geoflow_fast.likelihood.reverse_ode import density_estimates
 from geoflow_fast.retrieval import rerank
 from geoflow_fast.retrieval.calibration import LEAST_QUERIES, UNCALIBRATED
@@ -169,13 +169,13 @@ def test_an_item_of_several_shortlists_is_encoded_once(direction, monkeypatch):
     wide = shaken(gf.GeoFlow(gf.GeoFlowConfig(DIM, DIM, hidden=32, depth=2, layer_scale=0.5)))
     asks = noise.sample_uniform(9, DIM)
     reranker = make(wide, noise.sample_uniform(20, DIM), direction)
-    encoded, plain = [], ForwardMode.encode
+    encoded, plain = [], InferenceNetwork.encode
 
-    def counting(network: ForwardMode, given: Tensor, stream: int) -> Tensor:
+    def counting(network: InferenceNetwork, given: Tensor, stream: int) -> Tensor:
         encoded.append((len(given), stream))
         return plain(network, given, stream)
 
-    monkeypatch.setattr(ForwardMode, "encode", counting)
+    monkeypatch.setattr(InferenceNetwork, "encode", counting)
     result = reranker(asks)
     assert encoded == [(len(result.index.unique()), Direction(direction).generated[0])]
     monkeypatch.setattr("geoflow_fast.retrieval.rerank.density_estimates", without_numbers)

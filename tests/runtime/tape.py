@@ -6,11 +6,14 @@ and whatever the host would wait for is refused.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -74,6 +77,46 @@ class Tape(TorchDispatchMode):
                     to.copy_(x)
 
 
+class Touched(TorchDispatchMode):
+    """Weak references to the memory that operations read or write while it is active, but for what is born inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.born: set[int] = set()
+        self.outside: list[StorageWeakRef] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = [x.untyped_storage() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        out = func(*args, **(kwargs or {}))
+        self.outside += [StorageWeakRef(x) for x in given if x._cdata not in self.born]
+        own = {x._cdata for x in given}
+        self.born |= {x.untyped_storage()._cdata for x in tree_leaves(out) if isinstance(x, Tensor)} - own
+        return out
+
+    def freed(self) -> int:
+        """How many of them are gone."""
+        return sum(reference.expired() for reference in self.outside)
+
+
+class StandIns:
+    """Stands in for the streams and graphs of `torch.cuda`, so that `graphs.capture` itself runs on the CPU. What a
+    solve touches while it is captured is written down in `touched`, one for each capture."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.touched: list[Touched] = []
+
+        @contextlib.contextmanager
+        def graph(_, *, stream, capture_error_mode):
+            assert (stream, capture_error_mode) == (None, "thread_local")
+            self.touched.append(Touched())
+            with self.touched[-1]:
+                yield
+
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+        monkeypatch.setattr(torch.cuda, "graph", graph)
+        monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+
+
 class GraphsOnCpu:
     """Lets CPU tensors pass for those of a GPU, if it is `on`, and plays the graphs; `events` says what happened."""
 
@@ -98,7 +141,7 @@ class GraphsOnCpu:
     def unsuitable(self, _: Tensor) -> str | None:
         return None if self.on else "the tensors are not on a GPU"
 
-    def capture(self, solve, inputs, *, repeatable):
+    def capture(self, solve, inputs, stream, *, repeatable):  # noqa: ARG002
         held = [x.clone() for x in inputs]
         if repeatable:
             solve(*held)

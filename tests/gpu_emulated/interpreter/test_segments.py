@@ -9,7 +9,7 @@ import torch
 
 from geoflow_fast.kernels import probes
 from geoflow_fast.noise import sample_uniform
-from geoflow_fast.ops.segments import Segment, Segments, adaln_segments, gate_adaln_segments, swiglu_segments
+from geoflow_fast.ops.segments import RowTable, Segment, adaln_segments, gate_adaln_segments, swiglu_segments
 from geoflow_fast.ops.tangent_probes import hashed_normals, probe_traces_reference, tangent_probes_reference
 from tests.gpu_emulated.interpreter.test_kernels import FLOATS, assert_close
 
@@ -17,7 +17,7 @@ EPS = 1e-5
 
 
 def two_solves(pairs: int):
-    """Segments of both streams of a solve with two tangents and of one without any, and those of a part of them."""
+    """RowTable of both streams of a solve with two tangents and of one without any, and those of a part of them."""
     rows = (3 + 1) * pairs
     whole, leaving, to = [], [], 0
     for stream in range(2):
@@ -31,7 +31,7 @@ def two_solves(pairs: int):
         at, other = (here, here + (1 + first) * pairs), (there, there + (1 + first) * pairs)
         leaving.append(Segment(pairs, 1, *at, *other, to, to + pairs, 2 * stream, stream))
         to += 2 * pairs
-    table = lambda lines: Segments(tuple(lines), torch.tensor(lines, dtype=torch.int32))  # noqa: E731
+    table = lambda lines: RowTable(tuple(lines), torch.tensor(lines, dtype=torch.int32))  # noqa: E731
     return 2 * rows, table(whole), table(leaving), to
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import geoflow_fast as gf
 from geoflow_fast.directions import DIRECTIONS, Direction
-from geoflow_fast.flow.forward_mode import ForwardMode, PreparedVelocity, SolveInput
+from geoflow_fast.flow.inference import NETWORKS_KEPT, InferenceNetwork, Solve
 from geoflow_fast.geometry import project_tangent
 from geoflow_fast.noise import sample_uniform
 from tests.samples import randomised
@@ -32,14 +35,14 @@ def random_input(flow: gf.GeoFlow, rows: int = 5, probes: int = 2):
     return points, tangents
 
 
-def all_solves(flow: gf.GeoFlow, points, tangents) -> list[SolveInput]:
+def all_solves(flow: gf.GeoFlow, points, tangents) -> list[Solve]:
     image, text = points
     d_image, d_text = tangents
     return [
-        SolveInput(Direction.JOINT, points, tangents),
-        SolveInput(Direction.I2T, (flow.encoders[0](image), text), (d_image[:0], d_text)),
-        SolveInput(Direction.T2I, (image, flow.encoders[1](text)), (d_image, d_text[:0])),
-        SolveInput(Direction.JOINT, points, tangents, paired=True),
+        Solve(Direction.JOINT, points, tangents),
+        Solve(Direction.I2T, (flow.encoders[0](image), text), (d_image[:0], d_text)),
+        Solve(Direction.T2I, (image, flow.encoders[1](text)), (d_image, d_text[:0])),
+        Solve(Direction.JOINT, points, tangents, paired=True),
     ]
 
 
@@ -48,7 +51,7 @@ def raw_output(flow: gf.GeoFlow, image, text, direction: Direction):
     return flow._network(image, text, modulation, direction.counts(len(image)))
 
 
-def tangent_of(solve: SolveInput, stream: int, k: int, tangents):
+def tangent_of(solve: Solve, stream: int, k: int, tangents):
     """The k-th tangent that moves a stream, as a pair; unless tangents are paired it is zero in the other stream."""
     return tuple(x[k] if solve.paired or s == stream else torch.zeros_like(x[k]) for s, x in enumerate(tangents))
 
@@ -62,7 +65,7 @@ def relative(value: torch.Tensor, truth: torch.Tensor) -> float:
 def test_parity_with_torch_func_jvp(dtype, tolerance):
     flow = random_flow(dtype)
     points, tangents = random_input(flow)
-    network = ForwardMode(flow, DIRECTIONS, [0.2, TIME])
+    network = InferenceNetwork(flow, DIRECTIONS, [0.2, TIME])
     solves = all_solves(flow, points, tangents)
     outputs = network(TIME, solves)
     assert set(outputs) == {(n, stream) for n, solve in enumerate(solves) for stream in solve.direction.generated}
@@ -83,7 +86,7 @@ def test_parity_with_autograd():
     flow = random_flow()
     points, tangents = random_input(flow)
     with torch.no_grad():
-        network = ForwardMode(flow, DIRECTIONS, [TIME])
+        network = InferenceNetwork(flow, DIRECTIONS, [TIME])
         solves = all_solves(flow, points, tangents)[:3]
         outputs = network(TIME, solves)
     for (number, stream), (_, dy) in outputs.items():
@@ -98,7 +101,7 @@ def test_parity_with_autograd():
 def test_buffers_carry_nothing_from_call_to_call():
     """After larger solves, and with all buffers filled with NaN, the result is the same to the bit."""
     flow = random_flow()
-    network = ForwardMode(flow, DIRECTIONS, [TIME])
+    network = InferenceNetwork(flow, DIRECTIONS, [TIME])
     small, large = (all_solves(flow, *random_input(flow, rows, probes)) for rows, probes in ((5, 2), (9, 3)))
     first = {key: (y.clone(), dy.clone()) for key, (y, dy) in network(TIME, small).items()}
     network(TIME, large)
@@ -113,7 +116,7 @@ def test_buffers_carry_nothing_from_call_to_call():
 def test_sizes(rows, probes):
     flow = random_flow()
     points, tangents = random_input(flow, rows, probes)
-    network = ForwardMode(flow, DIRECTIONS, [TIME])
+    network = InferenceNetwork(flow, DIRECTIONS, [TIME])
     solves = all_solves(flow, points, tangents)
     for (number, stream), (y, dy) in network(TIME, solves).items():
         assert dy.shape == (probes, rows, flow.config.flow_dims[stream])
@@ -127,7 +130,7 @@ def test_what_no_output_needs_is_not_computed():
     flow = random_flow(hidden=32, depth=2, heads=2)
     c, rows = flow.config, 3
     points, tangents = random_input(flow, rows, 1)
-    network = ForwardMode(flow, DIRECTIONS, [TIME])
+    network = InferenceNetwork(flow, DIRECTIONS, [TIME])
     cross, forward = 2 * c.hidden * c.hidden // c.heads, 3 * c.inner * c.hidden
     both_streams = 2 * (2 * cross + forward)  # two cross-gates and the first feed-forward
     ends = [forward + 2 * c.hidden * d for d in c.flow_dims]  # last feed-forward, encoder and decoder of a stream
@@ -145,23 +148,110 @@ def test_what_no_output_needs_is_not_computed():
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("rows", [1, 5])
-@pytest.mark.parametrize("tangent", [True, False])
 @pytest.mark.parametrize("anchored", [True, False])
-@torch.no_grad()
-def test_a_prepared_velocity_is_the_velocity(direction, rows, tangent, anchored):
-    """GPUs sample with it, and processors in another precision. Unless tangent, a given stream has no rows."""
+def test_a_prepared_velocity_is_the_velocity(direction, rows, anchored):
+    """Before its tangent projection; a given stream has no rows."""
     flow = random_flow(torch.float64, anchored=anchored)
     if anchored:
         flow.anchor.image_map.normal_()
         flow.anchor.text_map.normal_()
         flow.anchor.shares.copy_(torch.tensor([0.3, 0.6]))
     points, _ = random_input(flow, rows)
-    prepared = PreparedVelocity(ForwardMode(flow, (direction,), [0.2, TIME]), direction, tangent=tangent)
-    expected = flow.velocity(*points, TIME, direction)
-    for stream, (v, truth, x) in enumerate(zip(prepared(*points, TIME), expected, points)):
-        if tangent:
-            torch.testing.assert_close(v, truth)
-        elif stream in direction.generated:
+    with flow.velocity_at([0.2, TIME], direction) as velocity:
+        prepared = velocity(*points, TIME)
+    assert not any(v.requires_grad for v in prepared)
+    for stream, (v, truth, x) in enumerate(zip(prepared, flow.velocity(*points, TIME, direction), points)):
+        if stream in direction.generated:
             torch.testing.assert_close(project_tangent(x, v), truth)
         else:
             assert v.shape == (0, x.shape[1])
+
+
+# ---- what a flow keeps between calls -------------------------------------------------------------------------------
+
+
+def kept(flow: gf.GeoFlow) -> list[InferenceNetwork]:
+    return [network for _, network in flow._prepared._idle]
+
+
+def test_a_flow_in_eval_mode_keeps_what_it_prepared():
+    flow = random_flow(torch.float32).eval()
+    for _ in range(2):
+        with flow.prepared((Direction.T2I,), [0.2, TIME]) as first:
+            assert kept(flow) == []
+    assert kept(flow) == [first]
+    with flow.prepared((Direction.T2I,), [0.2, TIME]) as own, flow.prepared((Direction.T2I,), [0.2, TIME]) as other:
+        assert own is first
+        assert other is not first  # nobody else writes to its buffers meanwhile
+    for number in range(2 * NETWORKS_KEPT):
+        with flow.prepared((Direction.I2T,), [number / 100]):
+            pass
+    assert len(kept(flow)) == NETWORKS_KEPT
+    for copied in (copy.deepcopy(flow), pickle.loads(pickle.dumps(flow))):
+        assert kept(copied) == []
+
+
+def change_in_place(flow: gf.GeoFlow) -> None:
+    with torch.no_grad():
+        flow.decoders[0][1].weight.mul_(2)
+    flow.refresh()
+
+
+def train_a_step(flow: gf.GeoFlow) -> None:
+    change_in_place(flow.train())
+    flow.eval()
+
+
+def load_others(flow: gf.GeoFlow) -> None:
+    flow.load_state_dict(
+        {name: 2 * x if name.startswith("decoders.0.1") else x for name, x in flow.state_dict().items()}
+    )
+
+
+def halve(flow: gf.GeoFlow) -> None:
+    flow.to(torch.bfloat16).to(torch.float32)
+
+
+@pytest.mark.parametrize("change", [change_in_place, train_a_step, load_others, halve])
+def test_weights_that_change_are_seen(change):
+    flow, text = random_flow(torch.float32).eval(), sample_uniform(3, 7)
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        seed = torch.Generator().manual_seed(0)
+        image, _ = gf.sample(flow, text=text, n_samples=2, n_steps=2, generator=seed)
+        return image, gf.log_density(flow, image[:, 0], text, n_steps=2, generator=seed)
+
+    before = run()
+    assert all(torch.equal(a, b) for a, b in zip(before, run()))
+    change(flow)
+    after = run()
+    assert not any(torch.equal(a, b) for a, b in zip(before, after))
+    flow = copy.deepcopy(flow)  # which keeps nothing
+    assert all(torch.equal(a, b) for a, b in zip(after, run()))
+
+
+def test_weights_that_change_during_a_call_are_not_kept():
+    flow = random_flow(torch.float32).eval()
+    with flow.prepared((Direction.T2I,), [TIME]):
+        flow.refresh()
+    assert kept(flow) == []
+
+
+def test_a_flow_in_training_mode_keeps_nothing():
+    flow = random_flow(torch.float32).train()
+    with flow.prepared((Direction.T2I,), [TIME]):
+        pass
+    assert kept(flow) == []
+
+
+def test_threads_share_a_flow():
+    flow, text = random_flow(torch.float32).eval(), sample_uniform(40, 7)
+
+    def run(rows):
+        return gf.sample(flow, text=text[rows], n_samples=3, n_steps=4, generator=torch.Generator().manual_seed(1))[0]
+
+    blocks = [slice(k, k + 2) for k in range(0, 40, 2)]
+    alone = [run(rows) for rows in blocks]
+    with ThreadPoolExecutor(4) as pool:
+        for expected, actual in zip(alone, pool.map(run, blocks)):
+            torch.testing.assert_close(actual, expected)

@@ -11,8 +11,10 @@ stream only. Samples are drawn with the same pass, without tangents.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,15 +23,16 @@ from torch import Tensor
 
 from geoflow_fast.directions import Direction
 from geoflow_fast.flow.network import NORM_EPS, Block, shared_modulations
-from geoflow_fast.flow.precision import HALVES, product_dtype, tf32_products
+from geoflow_fast.flow.precision import HALVES, tf32_products
 from geoflow_fast.ops.product import product_into
 from geoflow_fast.ops.segments import (
+    RowTable,
     Segment,
-    Segments,
     adaln_segments,
     gate_adaln_segments,
     swiglu_segments,
 )
+from geoflow_fast.runtime.graphs import Graphs
 
 if TYPE_CHECKING:
     from geoflow_fast.flow.model import GeoFlow
@@ -37,10 +40,10 @@ if TYPE_CHECKING:
 Dual = tuple[Tensor, Tensor]
 """Points [B, W] and their tangents [K, B, W]."""
 
-LAYOUTS_KEPT = 4
+LAYOUTS_KEPT, NETWORKS_KEPT = 4, 4
 
 
-class SolveInput:
+class Solve:
     """The rows of one direction: by stream, points [B, d] and tangents [K, B, d].
 
     A given stream has its encoding [B, H] as points and no tangents, [0, B, d]. If `paired`, tangent k moves both
@@ -61,44 +64,42 @@ class SolveInput:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the rows of the solves stand. In "whole" matrices [2 R, W] each stream has all rows of all solves; in "own"
-    matrices [R_I + R_T, W] it has those of the solves that generate it, with the tangents that move it."""
+    """Where the rows of the solves stand. Matrices of all rows, [2 R, W], have those of all solves in both streams;
+    matrices of moving rows, [R_I + R_T, W], have in each stream those of the solves that generate it, with the tangents
+    that move it."""
 
     rows: int
     """R."""
-    own_rows: tuple[int, int]
+    moving_count: tuple[int, int]
     """R_I and R_T."""
-    encoded: Segments
-    """From own to whole."""
-    whole: Segments
-    leaving: Segments
-    """From whole to own."""
-    own: Segments
+    moving_to_all: RowTable
+    all_rows: RowTable
+    all_to_moving: RowTable
+    moving_rows: RowTable
     state: Tensor
     """[2 R, H], the states before the first block. Tangents that move the other stream are zero in it and stay so."""
 
 
-class ForwardMode:
+class InferenceNetwork:
     """The network of `flow` for the given `directions` and `times`, all of whose shifts and scales are computed here.
 
-    `precision` names the type of matrix products and of what enters and leaves them, `product_rows` says for how many
-    rows in all the weights would be converted (see `precision.product_dtype`). Activations are kept in buffers that
-    every call uses again, so the tangents it returns are good until the next call.
-    """
+    `products` is the type of matrix products and of what enters and leaves them, by default that of the weights; `tf32`
+    lets float32 products on a GPU use TF32. Activations are kept in buffers that every call uses again, so the tangents
+    it returns are good until the next call."""
 
+    @torch.no_grad()
     def __init__(
         self,
         flow: GeoFlow,
         directions: Sequence[Direction],
         times: Sequence[float],
-        precision: str = "float32",
-        product_rows: int | None = None,
+        products: torch.dtype | None = None,
+        tf32: bool = False,
     ) -> None:
         self.flow = flow
         like = next(flow.parameters())
         self.device = like.device
-        self.products = product_dtype(precision, like, product_rows)
-        self.tf32 = precision == "tf32" and like.is_cuda
+        self.products, self.tf32 = products or like.dtype, tf32
         self.work = torch.float32 if like.dtype in HALVES else like.dtype
         """The type of states, and of all that is not a product."""
         self.number_of = {direction: number for number, direction in enumerate(dict.fromkeys(directions))}
@@ -149,7 +150,8 @@ class ForwardMode:
         shift, scale, eps = self.encoder_norm
         return torch.nn.functional.layer_norm(rows, rows.shape[-1:], scale[stream] + 1, shift[stream], eps)
 
-    def __call__(self, t: float, solves: Sequence[SolveInput]) -> dict[tuple[int, int], Dual]:
+    @torch.no_grad()
+    def __call__(self, t: float, solves: Sequence[Solve]) -> dict[tuple[int, int], Dual]:
         """Network outputs before the tangent projection, [B, d], and along the tangents that move the stream,
         [K, B, d], by number of the solve and stream, for the streams that are generated. Either all solves have pairs,
         or none has."""
@@ -159,20 +161,22 @@ class ForwardMode:
         with torch.autocast(self.device.type, enabled=False), tf32_products(self.tf32):
             return self._evaluate(self.modulations[self.time_number[t]], solves)
 
-    def _evaluate(self, modulation: Tensor, solves: Sequence[SolveInput]) -> dict[tuple[int, int], Dual]:
+    def _evaluate(self, modulation: Tensor, solves: Sequence[Solve]) -> dict[tuple[int, int], Dual]:
         """`modulation` [4 depth, 2 D, H]."""
         layout = self._layout(solves)
         hidden, depth = self.flow.config.hidden, len(self.blocks)
         self._encode(layout, solves)
         h, normed = layout.state, self._buffer("normed", 2 * layout.rows, hidden, self.products)
-        adaln_segments(h, None, modulation[0], modulation[1], normed, layout.whole, NORM_EPS)
+        adaln_segments(h, None, modulation[0], modulation[1], normed, layout.all_rows, NORM_EPS)
         for number in range(depth):
             last = number == depth - 1
             cross_scale, forward_scale = self.scales[number]
             shift, scale = modulation[4 * number + 2], modulation[4 * number + 3]
             branch = self._cross_products(normed, self.weights[number][0], layout)
             heads = self.flow.config.heads
-            after, rows = (layout.leaving, sum(layout.own_rows)) if last else (layout.whole, 2 * layout.rows)
+            after, rows = (
+                (layout.all_to_moving, sum(layout.moving_count)) if last else (layout.all_rows, 2 * layout.rows)
+            )
             crossed, normed = (
                 self._buffer("crossed", rows, hidden, self.work),
                 self._buffer("normed own" if last else "normed", rows, hidden, self.products),
@@ -183,31 +187,31 @@ class ForwardMode:
             if last:
                 norm = self.decoder_norm
                 gate_adaln_segments(
-                    crossed, update, forward_scale, norm[0], norm[1], h, normed, layout.own, norm[2], True
+                    crossed, update, forward_scale, norm[0], norm[1], h, normed, layout.moving_rows, norm[2], True
                 )
             else:
                 shift, scale = modulation[4 * number + 4], modulation[4 * number + 5]
-                gate_adaln_segments(crossed, update, forward_scale, shift, scale, h, normed, layout.whole, NORM_EPS)
+                gate_adaln_segments(crossed, update, forward_scale, shift, scale, h, normed, layout.all_rows, NORM_EPS)
         return self._decode(normed, layout, solves)
 
-    def _encode(self, layout: Layout, solves: Sequence[SolveInput]) -> None:
+    def _encode(self, layout: Layout, solves: Sequence[Solve]) -> None:
         """Writes the encodings of both streams to the layout's state."""
         hidden = self.flow.config.hidden
-        encoded = self._buffer("encoded", sum(layout.own_rows), hidden, self.products)
-        for stream, target in enumerate(encoded.split(layout.own_rows)):
+        encoded = self._buffer("encoded", sum(layout.moving_count), hidden, self.products)
+        for stream, target in enumerate(encoded.split(layout.moving_count)):
             weight, parts = self.encoders[stream], []
             for number, solve in enumerate(solves):
                 if stream in solve.direction.generated:
                     parts += [solve.points[stream], solve.tangents[stream].flatten(0, 1)]
                 else:
-                    line = layout.whole.lines[stream * len(solves) + number]
+                    line = layout.all_rows.lines[stream * len(solves) + number]
                     layout.state.narrow(0, line.point, line.pairs).copy_(solve.points[stream])
             if parts:
                 x = self._buffer(f"points {stream}", len(target), len(weight), self.products)
                 torch.cat(parts, out=x)
                 product_into(target, x, weight)
         shift, scale, eps = self.encoder_norm
-        adaln_segments(encoded, self.encoder_bias, shift, scale, layout.state, layout.encoded, eps, True)
+        adaln_segments(encoded, self.encoder_bias, shift, scale, layout.state, layout.moving_to_all, eps, True)
 
     def _cross_products(self, normed: Tensor, weight: Tensor, layout: Layout) -> Tensor:
         """Gates and values [2 R, 2 H] of both streams; each head has its gates first."""
@@ -222,8 +226,8 @@ class ForwardMode:
     def _feed_forward(self, normed: Tensor, weights: Sequence[Tensor], layout: Layout, *, own: bool) -> Tensor:
         """What the feed-forward of a block adds, before its weight."""
         _, expand, contract = weights
-        inner_width, segments = contract.shape[1], layout.own if own else layout.whole
-        counts = layout.own_rows if own else (layout.rows, layout.rows)
+        inner_width, segments = contract.shape[1], layout.moving_rows if own else layout.all_rows
+        counts = layout.moving_count if own else (layout.rows, layout.rows)
         wide = self._buffer("wide", len(normed), 2 * inner_width, self.products)
         inner = self._buffer("inner", len(normed), inner_width, self.products)
         self._multiply_streams(normed, expand, wide, counts)
@@ -232,18 +236,18 @@ class ForwardMode:
         self._multiply_streams(inner, contract, update, counts)
         return update
 
-    def _decode(self, normed: Tensor, layout: Layout, solves: Sequence[SolveInput]) -> dict[tuple[int, int], Dual]:
+    def _decode(self, normed: Tensor, layout: Layout, solves: Sequence[Solve]) -> dict[tuple[int, int], Dual]:
         """Outputs of the solves that generate a stream. The points have memory of their own, the tangents are views of
         a buffer."""
         outputs: dict[tuple[int, int], Dual] = {}
-        lines = iter(layout.own.lines)
-        for stream, rows in enumerate(normed.split(layout.own_rows)):
+        lines = iter(layout.moving_rows.lines)
+        for stream, rows in enumerate(normed.split(layout.moving_count)):
             if not len(rows):
                 continue
             weight = self.decoders[stream]
             decoded = self._buffer(f"output {stream}", len(rows), weight.shape[1], self.products)
             product_into(decoded, rows, weight)
-            before = stream * layout.own_rows[0]
+            before = stream * layout.moving_count[0]
             for number, solve in enumerate(solves):
                 if stream in solve.direction.generated:
                     line = next(lines)
@@ -272,7 +276,7 @@ class ForwardMode:
             buffer = self._buffers[name] = torch.empty(rows * width, dtype=dtype, device=self.device)
         return buffer.narrow(0, 0, rows * width).view(rows, width)
 
-    def _layout(self, solves: Sequence[SolveInput]) -> Layout:
+    def _layout(self, solves: Sequence[Solve]) -> Layout:
         key = tuple((solve.direction, solve.paired, solve.size, solve.own) for solve in solves)
         layout = self._layouts.get(key)
         if layout is None:
@@ -281,61 +285,97 @@ class ForwardMode:
             layout = self._layouts[key] = self._new_layout(solves)
         return layout
 
-    def _new_layout(self, solves: Sequence[SolveInput]) -> Layout:
+    def _new_layout(self, solves: Sequence[Solve]) -> Layout:
         sizes = [solve.size for solve in solves]
         starts = [sum((1 + k) * pairs for k, pairs in sizes[:number]) for number in range(len(sizes) + 1)]
         rows, directions = starts[-1], len(self.number_of)
-        whole, encoded, leaving, own, own_rows = [], [], [], [], [0, 0]
+        all_rows, moving_to_all, all_to_moving, moving_rows, count = [], [], [], [], [0, 0]
         for stream in range(2):
-            for solve, start, (count, pairs) in zip(solves, starts, sizes):
+            for solve, start, (tangents, pairs) in zip(solves, starts, sizes):
                 point, other = stream * rows + start, (1 - stream) * rows + start
                 group = stream * directions + self.number_of[solve.direction]
                 at = (point, point + pairs)
-                whole.append(Segment(pairs, count, *at, other, other + pairs, *at, group, stream))
+                all_rows.append(Segment(pairs, tangents, *at, other, other + pairs, *at, group, stream))
                 if stream in solve.direction.generated:
                     first, moving = solve.own[stream]
-                    mine = (sum(own_rows), sum(own_rows) + pairs)
+                    mine = (sum(count), sum(count) + pairs)
                     moved = (point, point + (1 + first) * pairs)
                     beside = (other, other + (1 + first) * pairs)
-                    encoded.append(Segment(pairs, moving, *mine, *mine, *moved, group, stream))
-                    leaving.append(Segment(pairs, moving, *moved, *beside, *mine, group, stream))
-                    own.append(Segment(pairs, moving, *mine, *mine, *mine, group, stream))
-                    own_rows[stream] += (1 + moving) * pairs
+                    moving_to_all.append(Segment(pairs, moving, *mine, *mine, *moved, group, stream))
+                    all_to_moving.append(Segment(pairs, moving, *moved, *beside, *mine, group, stream))
+                    moving_rows.append(Segment(pairs, moving, *mine, *mine, *mine, group, stream))
+                    count[stream] += (1 + moving) * pairs
         state = torch.zeros(2 * rows, self.flow.config.hidden, dtype=self.work, device=self.device)
-        tables = [Segments.of(lines, self.device) for lines in (encoded, whole, leaving, own)]
-        return Layout(rows, (own_rows[0], own_rows[1]), tables[0], tables[1], tables[2], tables[3], state)
+        tables = [RowTable.of(lines, self.device) for lines in (moving_to_all, all_rows, all_to_moving, moving_rows)]
+        return Layout(rows, (count[0], count[1]), tables[0], tables[1], tables[2], tables[3], state)
 
 
 class PreparedVelocity:
-    """The velocity of a flow in one direction at times that are known, without gradients and dropout.
+    """The velocity of a flow in one direction at times that are known, without gradients and dropout. The generated
+    streams are as the network returns them, not yet tangent, and a given stream has no rows.
 
-    What a given stream contributes is kept for as long as the same tensor is given. Unless `tangent`, the generated
-    streams are as the network returns them, and a given stream has no rows.
+    What a given stream contributes is kept for as long as the same tensor is given.
     """
 
-    def __init__(self, network: ForwardMode, direction: Direction, *, tangent: bool) -> None:
-        self.network, self.direction, self.tangent = network, direction, tangent
+    def __init__(self, network: InferenceNetwork, direction: Direction) -> None:
+        self.network, self.direction = network, direction
         self._given: Tensor | None = None
         self._encoding = self._prediction = torch.empty(0, dtype=network.work, device=network.device)
 
+    @torch.no_grad()
     def __call__(self, image: Tensor, text: Tensor, t: float) -> tuple[Tensor, Tensor]:
-        flow, direction, network = self.network.flow, self.direction, self.network
+        anchor, direction = self.network.flow.anchor, self.direction
         points, given = [image, text], direction.given
         none = [x.new_empty(0, *x.shape) for x in points]
         if given is not None:
             if points[given] is not self._given:
                 self._take_given(points[given], given)
             points[given] = self._encoding
-        outputs = network(t, [SolveInput(direction, points, none)])
+        outputs = self.network(t, [Solve(direction, points, none)])
         v = [outputs[0, stream][0] if stream in direction.generated else none[stream][:, 0] for stream in range(2)]
-        if flow.anchor is not None and given is not None:
+        if anchor is not None and given is not None:
             stream = direction.generated[0]
-            v[stream] = flow.anchor.shares[stream] * v[stream] + self._prediction * flow.anchor.weight(t, stream)
-        if not self.tangent:
-            return v[0], v[1]
-        return flow.make_tangent(image, text, (v[0], v[1]), direction.counts(len(image)))
+            v[stream] = anchor.shares[stream] * v[stream] + self._prediction * anchor.weight(t, stream)
+        return v[0], v[1]
 
     def _take_given(self, points: Tensor, stream: int) -> None:
         self._given, self._encoding = points, self.network.encode(points, stream)
         if self.network.flow.anchor is not None:
             self._prediction = self.network.flow.anchor.predict(points, 1 - stream)
+
+
+class PreparedNetworks:
+    """What a flow in eval mode keeps between calls: inference networks that nobody uses at the moment, the one that was
+    used last at the end, and the CUDA graphs of its solves. Copies of a flow have none of them. Threads may share
+    it."""
+
+    def __init__(self) -> None:
+        self.graphs = Graphs()
+        self._idle: list[tuple[Hashable, InferenceNetwork]] = []
+        self._lock = threading.Lock()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PreparedNetworks:
+        return PreparedNetworks()
+
+    def __reduce__(self) -> tuple[type[PreparedNetworks], tuple[()]]:
+        return PreparedNetworks, ()
+
+    @contextlib.contextmanager
+    def lent(self, key: Hashable, make: Callable[[], InferenceNetwork]) -> Iterator[InferenceNetwork]:
+        """An idle network of this key, or else a new one, which nobody else uses until the context ends."""
+        with self._lock:
+            idle = self._idle
+            known = [number for number, entry in enumerate(idle) if entry[0] == key]
+            network = idle.pop(known[-1])[1] if known else None
+        network = network or make()
+        yield network  # one whose solve failed is not used again
+        with self._lock:
+            if self._idle is idle:  # otherwise the weights have changed meanwhile
+                idle.append((key, network))
+                del idle[:-NETWORKS_KEPT]
+
+    def clear(self) -> None:
+        """Forgets all of them."""
+        with self._lock:
+            self._idle = []
+        self.graphs.clear()
