@@ -45,10 +45,10 @@ demo: setup
 	$(BIN)/geoflow demo --out demo_output
 
 # Two processes, each with one core: the threads of tiny operations would wait for each other. Tests of threads ask for theirs.
-# Triton's interpreter and its compiler each need processes of their own.
+# Triton's interpreter and its compiler each need processes of their own. tests/conftest.py has the order of the files.
 PARALLEL := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PYTEST) -n 2
 test: .venv/.test
-	$(PARALLEL) --dist loadfile -m "not slow and not gpu" tests
+	$(PARALLEL) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu" tests
 	TRITON_INTERPRET=1 $(PARALLEL) -m "not slow" tests/gpu_emulated/interpreter
 	$(PARALLEL) -m "not slow" tests/gpu_emulated/aot
 

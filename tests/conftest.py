@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +25,43 @@ from tests.with_torchvision import import_torchvision
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds `--foreign`, see tests/foreign_defaults.py."""
     parser.addoption("--foreign", choices=KINDS, help="run the library under a foreign default device or dtype")
+
+
+TESTS = Path(__file__).parent
+LONG = (
+    "test_distributed.py",
+    "gpu_emulated/cuda_emulation/test_cuda_emulation.py",
+    "reliability/test_faults.py",
+    "ops/test_targets.py",
+    "repository/test_docs.py",
+    "gpu_emulated/cuda_emulation/test_launches.py",
+    "methods/test_baselines.py",
+    "training/test_concept_world.py",
+    "decisions/test_watch.py",
+    "retrieval/test_evidence.py",
+    "demo/test_demo.py",
+    "likelihood/test_density.py",
+    "jobs/test_calibration_job.py",
+    "runtime/test_processors.py",
+    "repository/test_benchmarks.py",
+    "reliability/test_leaving.py",
+    "methods/test_ablation.py",
+    "likelihood/test_reverse_ode.py",
+    "cli/test_train_calibrates.py",
+)
+"""Files whose few tests take long, about ten seconds or more together."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A worker of pytest-xdist gets these files first and then those with most tests, so that no worker is left with a
+    long file at the end."""
+    places = {TESTS / name: place for place, name in enumerate(LONG)}
+    missing = [str(path) for path in places if not path.is_file()]
+    assert missing == [], "a file that takes long is gone"
+    if hasattr(config, "workerinput"):
+        sizes = Counter(item.path for item in items)
+        items.sort(key=lambda item: (places.get(item.path, len(places)), -sizes[item.path], item.path))
 
 
 def pytest_collection_finish() -> None:
