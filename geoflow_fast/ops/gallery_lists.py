@@ -48,13 +48,16 @@ def lists(
     for some, bias in some_at_a_time(samples, sample_bias, len(gallery)):
         scores = torch.empty((len(some), len(gallery)), dtype=torch.float32, device=samples.device)
         sums = KERNEL.function(some, gallery, kappa, 1, item_bias, bias, scores=scores, parts=parts, exact=exact)[:3]
-        statistics.append((*(x.double() for x in sums), *_best_of(scores, top_k)))
+        statistics.append((*(x.double() for x in sums), *best_of(scores, top_k)))
     peak, weight, moment, score, index = (torch.cat(part) for part in zip(*statistics))
     return peak, weight, moment, score, index
 
 
-def _best_of(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """The largest scores [Q, k] of float32 [Q, N] in descending order, and their columns; of equal ones the first."""
+def best_of(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """The largest scores [Q, k] of [Q, N] in descending order, float64, and their columns; of equal ones the first."""
+    if scores.dtype == torch.float64:
+        ranked, order = scores.sort(dim=1, descending=True, stable=True)
+        return ranked[:, :top_k], order[:, :top_k]
     bits = (scores + 0.0).view(torch.int32)  # of the two zeros, one is left
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()  # integers in the order of the floats
     last = scores.shape[1] - 1

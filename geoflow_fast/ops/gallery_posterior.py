@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from geoflow_fast.geometry import capturing
 from geoflow_fast.ops import dispatch, gallery_lists, native, triton_kernels
+from geoflow_fast.ops.allowed import Allowed, Mask, Rows, check_finite, kept_blocks
 from geoflow_fast.ops.arguments import check_floating, working_dtype
 from geoflow_fast.ops.gallery_statistics import GalleryPosterior, GalleryStatistics, Statistics, merge_statistics
 from geoflow_fast.runtime import checks
@@ -18,6 +20,8 @@ from geoflow_fast.runtime import checks
 LARGEST_KAPPA = 1e5
 """Up to this kappa, entropies from float32 rows are within about .01 nats of those computed in float64. At ten times as
 much they are off by .1, and at a hundred times by several: kappa multiplies the rounding of the cosines, 1e-7."""
+_MASKED_SCORES, _LOWEST = 1 << 21, -1e30
+"""Scores that are in memory at a time where masks are applied to them, and one that is below all others."""
 PRECISIONS = ("float32", "bfloat16", "auto")
 """Choices for `precision`, in which inner products are computed: "auto" is bfloat16 for the queries that lose less than
 .01 nats by it, where the processor has a unit for it."""
@@ -33,6 +37,7 @@ def gallery_posterior(
     item_bias: Tensor | None = None,
     sample_bias: Tensor | None = None,
     precision: str = "float32",
+    allowed: Mask | None = None,
 ) -> GalleryPosterior:
     """Posterior over the gallery, the softmax of scores s_j = log mean_m exp(kappa <g_j, x_m> + a_m) + b_j, for each
     query.
@@ -53,6 +58,10 @@ def gallery_posterior(
     nats is what their scores are off by, roughly, if items are unit rows. "auto" is bfloat16 for the queries for which
     this is less than .01, where the processor has such a unit, and float32 for others. The plain torch backend rounds
     in the same way.
+
+    `allowed`: a boolean mask of the items that there are, [N] for all queries or [Q, N]; every query must have one. For
+    the posterior the others do not exist: it is that of a gallery of the allowed rows, by their numbers in this one.
+    Lists of fewer than `top_k` items end with index -1 and probability 0.
     """
     statistics = gallery_statistics(
         samples,
@@ -63,6 +72,7 @@ def gallery_posterior(
         item_bias=item_bias,
         sample_bias=sample_bias,
         precision=precision,
+        allowed=allowed,
     )
     return statistics.posterior(working_dtype(samples))
 
@@ -78,17 +88,36 @@ def gallery_statistics(
     sample_bias: Tensor | None = None,
     precision: str = "float32",
     first_index: int = 0,
+    allowed: Mask | None = None,
 ) -> GalleryStatistics:
     """`gallery_posterior` of one shard in a form that can be merged with that of others (`GalleryStatistics.merge`).
 
     `first_index`: number of the shard's first item within the whole gallery. The other arguments are those of
-    `gallery_posterior`, with `gallery` and `item_bias` of the shard.
+    `gallery_posterior`, with `gallery`, `item_bias` and `allowed` of the shard.
     """
     _check(samples, gallery, kappa, top_k, item_bias)
     check_sample_bias(sample_bias, samples)
     checks.integer(first_index, "first_index", most=2**62)
     check_precision(precision)
     samples, gallery = samples.detach(), gallery.detach()
+    there = Allowed.of(allowed, len(samples), len(gallery), samples.device)
+    if there is not None:
+        check_finite(samples, "samples")
+
+        def copied(rows: Rows, kept: Tensor) -> GalleryStatistics:
+            weights = None if sample_bias is None else sample_bias[rows]
+            shared = kappa, top_k, backend, item_bias, weights, precision
+            statistics = block_statistics(kept_blocks(gallery, 0, kept), samples[rows], *shared)
+            return statistics.padded(min(top_k, len(gallery)))
+
+        def scored(rows: Rows, mask: Tensor) -> GalleryStatistics:
+            weights = None if sample_bias is None else sample_bias[rows]
+            shared = kappa, top_k, backend, item_bias, weights
+            return masked_statistics([(0, gallery)], mask, samples[rows], *shared)
+
+        statistics = there.serve(len(samples), copied, scored)
+        index = statistics.top_index
+        return dataclasses.replace(statistics, top_index=torch.where(index < 0, index, index + first_index))
     if _reads_stored(samples, gallery, str(backend)):
         samples = samples.to(torch.float32)
     elif precision != "float32" or samples.dtype != gallery.dtype:
@@ -106,7 +135,7 @@ def gallery_statistics(
         if rows is not None:
             some, weights = samples[rows], None if sample_bias is None else sample_bias[rows]
         sums: Statistics = _statistics(some, gallery, kappa, kept, item_bias, weights, precision, str(backend))
-        _check_finite(sums[1] + sums[2], rows)
+        _check_finite(sums[1] + sums[2], rows, item_bias)
         return GalleryStatistics(*sums, top_k)
 
     narrow = _may_be_rounded(samples, kappa, str(backend)) if precision == "auto" else None
@@ -117,6 +146,63 @@ def gallery_statistics(
         each = [reduce(name, rows) for name, rows in by_precision.items() if len(rows)]
         statistics = GalleryStatistics.of_queries(each).select(torch.cat(tuple(by_precision.values())).argsort())
     return dataclasses.replace(statistics, top_index=statistics.top_index + first_index)
+
+
+def block_statistics(
+    blocks: Iterable[tuple[Tensor, Tensor]],
+    samples: Tensor,
+    kappa: float,
+    top_k: int,
+    backend: str,
+    item_bias: Tensor | None,
+    sample_bias: Tensor | None,
+    precision: str,
+) -> GalleryStatistics:
+    """`gallery_statistics` of all items in the `blocks` (numbers, ascending, and rows), of which there is at least one,
+    with the `item_bias` [N] of all numbers."""
+    running: GalleryStatistics | None = None
+    for numbers, items in blocks:
+        bias = None if item_bias is None else item_bias[numbers]
+        shared = samples, items, kappa, top_k, backend
+        part = gallery_statistics(*shared, item_bias=bias, sample_bias=sample_bias, precision=precision)
+        part = part.numbered(numbers)
+        running = part if running is None else running.merge(part)
+    assert running is not None
+    return running
+
+
+def masked_statistics(
+    blocks: Iterable[tuple[int, Tensor]],
+    mask: Tensor,
+    samples: Tensor,
+    kappa: float,
+    top_k: int,
+    backend: str,
+    item_bias: Tensor | None,
+    sample_bias: Tensor | None,
+) -> GalleryStatistics:
+    """`gallery_statistics` of the items in all `blocks` (number of the first one, rows), of which there are for each
+    query those in its row of the `mask` [Q, N], from the scores of all, in float32."""
+    running: GalleryStatistics | None = None
+    dtype = working_dtype(samples)
+    for start, items in blocks:
+        for number, tile in enumerate(items.split(max(1, _MASKED_SCORES // len(samples)))):
+            first = start + number * max(1, _MASKED_SCORES // len(samples))
+            some = slice(first, first + len(tile))
+            bias = None if item_bias is None else item_bias[some].detach()
+            scores = gallery_scores(samples.to(dtype), tile.to(dtype), kappa, bias, sample_bias, backend)
+            scores = scores.masked_fill_(~mask[:, some], -math.inf)
+            top_score, top_index = gallery_lists.best_of(scores, min(top_k, len(tile)))
+            top_index = (top_index + first).masked_fill_(top_score == -math.inf, -1)
+            peak = scores.amax(1).double().clamp(min=_LOWEST)  # where there is no item, a number all the same
+            below = scores.double().sub_(peak.unsqueeze(1))
+            mass = below.exp()
+            moment = below.mul_(mass).masked_fill_(~mask[:, some], 0.0).sum(1)
+            _check_finite(mass.sum(1) + moment, None, item_bias)
+            part = GalleryStatistics(peak, mass.sum(1), moment, top_score, top_index, top_k)
+            running = part if running is None else running.merge(part)
+    assert running is not None
+    return running
 
 
 def _reads_stored(samples: Tensor, gallery: Tensor, backend: str) -> bool:
@@ -178,7 +264,7 @@ def _check(samples: Tensor, gallery: Tensor, kappa: float, top_k: int, item_bias
         raise ValueError(f"item_bias must be [{gallery.shape[0]}], got {tuple(item_bias.shape)}")
 
 
-def _check_finite(sums: Tensor, numbers: Tensor | None) -> None:
+def _check_finite(sums: Tensor, numbers: Tensor | None, item_bias: Tensor | None) -> None:
     """A NaN or infinity anywhere in the input reaches the sums [Q] of the queries it touches. `numbers` [Q] are those
     of the queries, if they are not all in order."""
     if capturing(sums):
@@ -186,6 +272,11 @@ def _check_finite(sums: Tensor, numbers: Tensor | None) -> None:
     bad = ~torch.isfinite(sums)
     if bool(bad.any()):
         query = int(bad.nonzero()[0] if numbers is None else numbers[bad].min())
+        if item_bias is not None and bool((left_out := item_bias == -math.inf).any()):
+            item = int(left_out.nonzero()[0])
+            raise ValueError(
+                f"scores of query {query} are not finite: item_bias of item {item} is -inf; allowed= leaves items out"
+            )
         raise ValueError(
             f"scores of query {query} are not finite: samples, gallery or item_bias hold a NaN or infinity"
         )

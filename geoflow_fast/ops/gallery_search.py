@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,10 +11,14 @@ from torch import Tensor
 
 from geoflow_fast.geometry import capturing
 from geoflow_fast.ops import dispatch, gallery_lists, native
+from geoflow_fast.ops.allowed import Allowed, Mask, Rows, check_finite, kept_blocks
 from geoflow_fast.ops.arguments import check_floating, working_dtype
 from geoflow_fast.runtime import checks
+from geoflow_fast.runtime.batches import put_rows
 
 _TILE_ITEMS = 16_384
+_MOST_HITS = 1024
+"""Hits that are fetched, or four times as many as are asked for, to find enough that are allowed among them."""
 FEWEST_ITEMS = 4096
 """Galleries below this are searched without codes: rotating the queries would take what the bounds save."""
 
@@ -47,7 +53,13 @@ class RowCodes:
 
 
 def gallery_search(
-    queries: Tensor, gallery: Tensor, top_k: int = 10, backend: str = "auto", *, codes: RowCodes | None = None
+    queries: Tensor,
+    gallery: Tensor,
+    top_k: int = 10,
+    backend: str = "auto",
+    *,
+    codes: RowCodes | None = None,
+    allowed: Mask | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The `top_k` items of the largest inner product with each query: (scores, indices), each [Q, top_k], the largest
     first, equal ones by index.
@@ -57,6 +69,9 @@ def gallery_search(
     have AVX512-VNNI bound every score by integers and score in float32 only what the bounds do not exclude: the result
     is the same to the last bit. Other processors ignore the codes. GPUs multiply float32 rows in three TF32
     products and list the best items in the same kernel.
+
+    `allowed`: a boolean mask of the items that there are, [N] for all queries or [Q, N]. Where these are fewer than
+    `top_k`, lists end with index -1 and score -inf.
     """
     check_floating(queries=queries, gallery=gallery)
     if queries.dim() != 2 or gallery.dim() != 2 or queries.shape[1] != gallery.shape[1] or gallery.numel() == 0:
@@ -69,13 +84,87 @@ def gallery_search(
         codes.check(gallery)
     queries, gallery = queries.detach().to(working_dtype(queries)), gallery.detach()
     if not capturing(queries):
-        bad = ~torch.isfinite(queries).all(dim=1)
-        if bool(bad.any()):
-            raise ValueError(f"queries row {int(bad.nonzero()[0])} is not finite")
+        check_finite(queries, "queries")
+    there = Allowed.of(allowed, len(queries), len(gallery), queries.device)
+    if there is not None:
+
+        def among(some: Tensor, kept: Tensor) -> Hits:
+            return best_hits(some, ((*block, None) for block in kept_blocks(gallery, 0, kept)), top_k, str(backend))
+
+        def every(some: Tensor, count: int) -> Hits:
+            return Hits(*gallery_search(some, gallery, count, backend, codes=codes))
+
+        hits = allowed_hits(there, queries, len(gallery), top_k, among, every)
+        return hits.score, hits.index
     if codes is not None and len(queries) and codes_pay(queries, gallery, str(backend)):
         return _by_codes(queries, gallery, top_k, codes)
     score, index = _search(queries, gallery, top_k, str(backend))
     return score, index
+
+
+@dataclass(frozen=True)
+class Hits:
+    """The best items of each query."""
+
+    score: Tensor
+    """[Q, k], the largest first."""
+    index: Tensor
+    """[Q, k] int64."""
+
+
+def allowed_hits(
+    allowed: Allowed,
+    queries: Tensor,
+    items: int,
+    top_k: int,
+    among: Callable[[Tensor, Tensor], Hits],
+    every: Callable[[Tensor, int], Hits],
+) -> Hits:
+    """The `top_k` best of the items that are `allowed` for each query. `among(queries, kept)` searches the items
+    numbered `kept`, and `every(queries, k)` finds the k best of all."""
+
+    def scored(rows: Rows, mask: Tensor) -> Hits:
+        """Of rather more hits than are asked for, those that are allowed. Where there are not enough of them, as where
+        all allowed items are far away, the query's own items are searched."""
+        some, there = queries[rows], mask.sum(1)
+        most = min(items, max(_MOST_HITS, 4 * top_k), math.ceil(2 * top_k * items / int(there.min())) + 16)
+        found = every(some, most)
+        kept = mask.gather(1, found.index)
+        order = kept.logical_not().byte().argsort(dim=1, stable=True)[:, :top_k]
+        kept, short = kept.gather(1, order), (kept.sum(1) < there.clamp(max=top_k)).nonzero().squeeze(1)
+        score = found.score.gather(1, order).masked_fill_(~kept, -math.inf)
+        hits = Hits(score, found.index.gather(1, order).masked_fill_(~kept, -1))
+        for row in short.tolist():
+            one = slice(row, row + 1)
+            put_rows(hits, one, among(some[one], mask[row].nonzero().squeeze(1)))
+        return hits
+
+    return allowed.serve(len(queries), lambda rows, kept: among(queries[rows], kept), scored)
+
+
+Block = tuple[int | Tensor, Tensor, RowCodes | None]
+"""Some items of a gallery in order: the number of the first one, or the ascending numbers of all, their rows, and their
+codes."""
+
+
+def best_hits(queries: Tensor, blocks: Iterable[Block], top_k: int, backend: str = "auto") -> Hits:
+    """The `top_k` best of the items in all `blocks`, which come in order, with score -inf and index -1 where there are
+    fewer."""
+    score = queries.new_empty(len(queries), 0)
+    index = torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device)
+    for numbers, items, codes in blocks:
+        scores, found = gallery_search(queries, items, min(top_k, len(items)), backend, codes=codes)
+        found = numbers[found] if isinstance(numbers, Tensor) else found + numbers
+        if index.shape[1] == 0:
+            score, index = scores, found
+            continue
+        # Blocks come in order, so that a stable sort keeps equal scores by number.
+        score, order = torch.cat((score, scores), 1).sort(dim=1, descending=True, stable=True)
+        index = torch.cat((index, found), 1).gather(1, order)[:, :top_k]
+        score = score[:, :top_k]
+    missing = top_k - score.shape[1]
+    pad = torch.nn.functional.pad
+    return Hits(pad(score, (0, missing), value=-math.inf), pad(index, (0, missing), value=-1))
 
 
 def codes_pay(queries: Tensor, gallery: Tensor, backend: str = "auto") -> bool:

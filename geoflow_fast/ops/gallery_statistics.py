@@ -26,7 +26,7 @@ class GalleryPosterior(Summarised):
     log_z: Tensor
     """[Q], log sum_j exp(s_j)."""
     top_index: Tensor
-    """[Q, k] int64, the most probable items, most probable first."""
+    """[Q, k] int64, the most probable items, most probable first; -1 where a filter leaves fewer than k."""
     top_prob: Tensor
     """[Q, k], their probabilities."""
 
@@ -44,7 +44,7 @@ class GalleryStatistics(Summarised):
     top_score: Tensor
     """[Q, k], the largest scores in descending order; k is `top_k`, or the number of items seen if that is smaller."""
     top_index: Tensor
-    """[Q, k] int64, the items they belong to."""
+    """[Q, k] int64, the items they belong to; -1, of score -inf, where a filter leaves fewer than k."""
     top_k: int
 
     @staticmethod
@@ -78,6 +78,17 @@ class GalleryStatistics(Summarised):
         entropy = (log_weight - self.moment / self.weight).clamp_min(0.0)
         top_prob = (self.top_score - log_z.unsqueeze(1)).exp()
         return GalleryPosterior(entropy.to(dtype), log_z.to(dtype), self.top_index, top_prob.to(dtype))
+
+    def numbered(self, numbers: Tensor) -> GalleryStatistics:
+        """The same for items that have the `numbers` [n], ascending, elsewhere."""
+        return dataclasses.replace(self, top_index=numbers[self.top_index])
+
+    def padded(self, length: int) -> GalleryStatistics:
+        """The same with lists of at least this length, by items of score -inf and number -1."""
+        missing = max(0, length - self.top_score.shape[1])
+        score = torch.nn.functional.pad(self.top_score, (0, missing), value=-math.inf)
+        index = torch.nn.functional.pad(self.top_index, (0, missing), value=-1)
+        return dataclasses.replace(self, top_score=score, top_index=index)
 
     def pack(self, columns: int) -> Tensor:
         """Packs everything into one float64 tensor [Q, 3 + 2 columns] for sending, integers by their bits. Fewer than

@@ -21,6 +21,7 @@ from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.flow.sampling import FAST_SAMPLING, SamplingSettings
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.head.model import PosteriorHead
+from geoflow_fast.ops.allowed import Allowed, Mask
 from geoflow_fast.ops.gallery_posterior import check_kappa, check_precision
 from geoflow_fast.retrieval.freshness import OncePerGallery, flow_marks, marks
 from geoflow_fast.retrieval.gallery import Gallery, GallerySource
@@ -51,9 +52,9 @@ class RetrievalPosterior(Framed):
     risk_lower_bound: Tensor
     """[Q] float64, the smallest error probability that this entropy allows (Fano)."""
     top_index: Tensor
-    """[Q, k] int64, the k most probable items, most probable first."""
+    """[Q, k] int64, the k most probable items, most probable first; -1 where fewer are allowed."""
     top_prob: Tensor
-    """[Q, k], their probabilities."""
+    """[Q, k], their probabilities; 0 where there is no item."""
     query_ids: Ids | None = None
     """The ids of the queries, where they have some."""
     item_ids: Ids | None = None
@@ -68,15 +69,18 @@ def risk_lower_bound(entropy: Tensor, n_items: int) -> Tensor:
     that rounding cannot break the bound.
     """
     checks.integer(n_items, "n_items", least=1)
-    entropy = checks.floating(entropy, "entropy").detach().double()
+    return smallest_risk(checks.floating(entropy, "entropy").detach().double(), n_items)
+
+
+def smallest_risk(entropy: Tensor, n_items: int | Tensor) -> Tensor:
+    """`risk_lower_bound` of float64 `entropy`, which each query may have over a number of items of its own."""
     if entropy.is_cuda:  # some 300 kernels for a few numbers take longer than the way to the host and back
-        bound = risk_lower_bound(entropy.cpu(), n_items)
+        bound = smallest_risk(entropy.cpu(), n_items.cpu() if isinstance(n_items, Tensor) else n_items)
         return bound.pin_memory().to(entropy.device, non_blocking=True)
+    items = torch.as_tensor(n_items, dtype=torch.float64, device=entropy.device)
     low = torch.zeros_like(entropy)
-    if n_items == 1:
-        return low
-    high = torch.full_like(entropy, (n_items - 1) / n_items)
-    log_rest = torch.log(torch.tensor(n_items - 1.0, dtype=torch.float64, device=entropy.device))
+    high = ((items - 1) / items).expand_as(entropy)  # zero for a single item, and so is the bound
+    log_rest = torch.log((items - 1).clamp(min=1))
     for _ in range(40):
         middle = (low + high) / 2
         value = torch.special.entr(middle) + torch.special.entr(1 - middle) + middle * log_rest
@@ -245,6 +249,7 @@ class RetrievalEntropy(nn.Module):
             queries: Tensor | Array | Embeddings,
             advance: Advance | None = None,
             *,
+            allowed: Mask | None = None,
             batch_size: int | None = None,
         ) -> RetrievalPosterior: ...
 
@@ -254,11 +259,17 @@ class RetrievalEntropy(nn.Module):
         queries: Tensor | Array | Embeddings,
         advance: Advance | None = None,
         *,
+        allowed: Mask | None = None,
         batch_size: int | None = None,
     ) -> RetrievalPosterior:
         """Posterior over the gallery for each of the `queries` [Q, d], unit rows: a tensor or an array in any
         floating-point type, or `gf.Embeddings`, whose ids the result then has. `advance(n)`, if given, is called
         whenever the samples of n more queries are drawn.
+
+        `allowed`: a boolean mask of the items that there are, [N] for all queries or [Q, N]; every query must have one.
+        The result is that of a gallery of these items alone, by their numbers in this one: probabilities sum to one
+        over them, and entropy and risk count no others. Lists of fewer than `top_k` items end with index -1 and
+        probability 0. The marginals of a head's items, which depend on no other item, are those of the whole gallery.
 
         The samples of `batch_size` queries are in memory at a time, by default those that 128 MB or half of a GPU's
         spare memory have room for. Each batch is one pass over the gallery. Results do not depend on it beyond
@@ -268,31 +279,41 @@ class RetrievalEntropy(nn.Module):
         queries, query_ids = named_rows(queries, {f"the {self.source.NAME}": made_for})
         rows = checks.rows(queries, "queries", self.query_dim, self.source.example, "Q")
         check_rows(rows, "queries")
+        there = self.gallery.allowed_items(allowed, len(rows), rows.device)
         bias = -self.item_marginals() if isinstance(self.source, HeadSource) else None
         size = batch_rows(check_batch_size(batch_size), rows.device, self.source.point_bytes)
         if self.gallery.is_divided:
             size = self.gallery.world.share(size)  # ranks draw and score together
 
         def scored(some: slice) -> RetrievalPosterior:
-            return self._scored(rows[some], len(rows), bias, advance)
+            return self._scored(rows[some], len(rows), bias, there and there.of_queries(some), advance)
 
         return dataclasses.replace(in_batches(scored, len(rows), size), query_ids=query_ids, item_ids=self.gallery.ids)
 
-    def _scored(self, queries: Tensor, total: int, bias: Tensor | None, advance: Advance | None) -> RetrievalPosterior:
-        """The posterior for one batch of `total` queries, with the `bias` [N] of items."""
+    def _scored(
+        self, queries: Tensor, total: int, bias: Tensor | None, allowed: Allowed | None, advance: Advance | None
+    ) -> RetrievalPosterior:
+        """The posterior for one batch of `total` queries, with the `bias` [N] of items, among those `allowed`."""
         draw = self._draw_among_ranks if self.gallery.is_divided else self.source.draw
         drawn = draw(queries, advance, total)
         samples = drawn.samples
         statistics = self.gallery.statistics(
-            samples, drawn.kappa, self.top_k, bias, sample_bias=drawn.bias, precision=drawn.precision
+            samples,
+            drawn.kappa,
+            self.top_k,
+            bias,
+            sample_bias=drawn.bias,
+            precision=drawn.precision,
+            allowed=allowed,
         )
+        items = len(self.gallery) if allowed is None else allowed.count(len(queries))
         post = statistics.posterior(torch.float64)  # the bound on the risk is taken before rounding
         top_prob = post.top_prob.to(samples.dtype)
         return RetrievalPosterior(
             post.entropy.to(samples.dtype),
             post.top_index[:, 0],
             top_prob[:, 0],
-            risk_lower_bound(post.entropy, len(self.gallery)).to(samples.device),
+            smallest_risk(post.entropy, items).to(samples.device),
             post.top_index,
             top_prob,
         )

@@ -22,8 +22,9 @@ from geoflow_fast.data.rows import Array, Rows
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.ops import native
-from geoflow_fast.ops.gallery_posterior import check_precision, check_sample_bias
-from geoflow_fast.ops.gallery_search import RowCodes, codes_pay
+from geoflow_fast.ops.allowed import Allowed, Mask, check_finite, kept_blocks
+from geoflow_fast.ops.gallery_posterior import block_statistics, check_precision, check_sample_bias, masked_statistics
+from geoflow_fast.ops.gallery_search import Hits, RowCodes, allowed_hits, best_hits, codes_pay
 from geoflow_fast.ops.gallery_statistics import GalleryStatistics
 from geoflow_fast.retrieval.freshness import marks
 from geoflow_fast.runtime import checks, hashing
@@ -251,32 +252,48 @@ class Gallery:
             self._codes[first] = known = some.clone(), RowCodes.encode(items)
         return known[1]
 
+    def allowed_items(self, mask: Mask | None, queries: int, device: torch.device) -> Allowed | None:
+        """The filter that a `mask` is for so many queries, or None if there is none."""
+        if mask is not None and self.is_divided and self.world.size > 1:
+            raise ValueError("allowed= is not for a gallery whose items are divided among ranks")
+        return Allowed.of(mask, queries, len(self), device)
+
+    def _kept_blocks(self, queries: Tensor, kept: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """(numbers, rows) of the items with the numbers `kept`, ascending, as kernels for `queries` take them."""
+        for first, items in self._scored_blocks(queries, whole=queries.device.type == "cpu"):
+            yield from kept_blocks(items, first, kept)
+
     @torch.no_grad()
-    def search(self, queries: Tensor | Array, count: int = 10) -> tuple[Tensor, Tensor]:
+    def search(
+        self, queries: Tensor | Array, count: int = 10, *, allowed: Mask | Allowed | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The `count` items, or all if there are fewer, of the largest inner product with each of the `queries` [Q, d]:
-        (scores, numbers of rows), each [Q, count], the largest first, equal ones by number. The search is exact."""
+        (scores, numbers of rows), each [Q, count], the largest first, equal ones by number. The search is exact.
+
+        `allowed`: a boolean mask of the items that there are, [N] for all queries or [Q, N]. Where these are fewer than
+        `count`, lists end with number -1 and score -inf.
+        """
         is_tensor = isinstance(queries, Tensor)
         dtype = torch.float64 if is_tensor and queries.dtype == torch.float64 else torch.float32
         example = torch.empty(0, dtype=dtype, device=queries.device if is_tensor else "cpu")
         queries = checks.rows(queries, "queries", self.dim, example, "Q")
         count = min(checks.integer(count, "count", 1), len(self))
+        if not isinstance(allowed, Allowed):
+            allowed = self.allowed_items(allowed, len(queries), queries.device)
+        if allowed is not None:
+            check_finite(queries, "queries")
+
+            def among(some: Tensor, kept: Tensor) -> Hits:
+                return best_hits(some, ((*block, None) for block in self._kept_blocks(some, kept)), count)
+
+            hits = allowed_hits(allowed, queries, len(self), count, among, lambda *asked: Hits(*self.search(*asked)))
+            return hits.score, hits.index
         if self.is_divided and self.world.size > 1:
             merged = self.statistics(queries.unsqueeze(1), 1.0, count)
             return merged.top_score.to(queries.dtype), merged.top_index
-        score = queries.new_empty(len(queries), 0)
-        number = torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device)
-        whole = self._codes is not None and queries.device.type == "cpu"
-        for first, items in self._scored_blocks(queries, whole=whole):
-            codes = self._codes_of(first, items, queries)
-            hits = ops.gallery_search(queries, items, min(count, len(items)), codes=codes)
-            if number.shape[1] == 0:
-                score, number = hits[0], hits[1] + first
-                continue
-            # Blocks come in order, so that a stable sort keeps equal scores by number.
-            score, order = torch.cat((score, hits[0]), 1).sort(dim=1, descending=True, stable=True)
-            number = torch.cat((number, hits[1] + first), 1).gather(1, order)[:, :count]
-            score = score[:, :count]
-        return score, number
+        stored = self._scored_blocks(queries, whole=self._codes is not None and queries.device.type == "cpu")
+        hits = best_hits(queries, ((*block, self._codes_of(*block, queries)) for block in stored), count)
+        return hits.score, hits.index
 
     def take(self, index: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """The rows with the given numbers: [..., d] for an integer tensor `index` [...], on the device of `index`."""
@@ -297,14 +314,33 @@ class Gallery:
         *,
         sample_bias: Tensor | None = None,
         precision: str = "float32",
+        allowed: Mask | Allowed | None = None,
     ) -> GalleryStatistics:
         """`ops.gallery_statistics` of all items, computed block by block, for `samples` [Q, M, d] and an optional
-        `item_bias` [N] and `sample_bias` [Q, M], with inner products in `precision`."""
+        `item_bias` [N] and `sample_bias` [Q, M], with inner products in `precision`; with a boolean mask `allowed`, [N]
+        or [Q, N], of those items alone."""
         checks.with_values(samples, "samples")
         if item_bias is not None and checks.with_values(item_bias, "item_bias").shape != (len(self),):
             raise ValueError(f"item_bias must be [{len(self)}], got {tuple(item_bias.shape)}")
         check_sample_bias(sample_bias, samples)  # here already: a rank without items would not notice
         check_precision(precision)
+        if not isinstance(allowed, Allowed):
+            allowed = self.allowed_items(allowed, len(samples), samples.device)
+        if allowed is not None:
+            check_finite(samples, "samples")
+
+            def copied(some: slice | Tensor, kept: Tensor) -> GalleryStatistics:
+                weights = None if sample_bias is None else sample_bias[some]
+                shared = kappa, top_k, "auto", item_bias, weights, precision
+                statistics = block_statistics(self._kept_blocks(samples, kept), samples[some], *shared)
+                return statistics.padded(min(top_k, len(self)))
+
+            def scored(some: slice | Tensor, mask: Tensor) -> GalleryStatistics:
+                weights = None if sample_bias is None else sample_bias[some]
+                shared = kappa, top_k, "auto", item_bias, weights
+                return masked_statistics(self._scored_blocks(samples), mask, samples[some], *shared)
+
+            return allowed.serve(len(samples), copied, scored)
         divided = self.is_divided and self.world.size > 1
         running: GalleryStatistics | None = None
         rows = self.world.own(len(self)) if divided else None  # no rows for some ranks, if there are fewer items

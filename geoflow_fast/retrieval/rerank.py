@@ -36,6 +36,7 @@ from geoflow_fast.geometry import check_rows
 from geoflow_fast.head.model import PosteriorHead
 from geoflow_fast.likelihood.reverse_ode import density_estimates, pairs_at_once
 from geoflow_fast.likelihood.settings import DensitySettings
+from geoflow_fast.ops.allowed import Allowed, Mask
 from geoflow_fast.retrieval.calibration import (
     ENCODERS,
     UNCALIBRATED,
@@ -52,7 +53,7 @@ from geoflow_fast.retrieval.calibration import (
     uses_bank,
 )
 from geoflow_fast.retrieval.copies import first_numbers
-from geoflow_fast.retrieval.entropy import risk_lower_bound
+from geoflow_fast.retrieval.entropy import smallest_risk
 from geoflow_fast.retrieval.evidence import Evidence, Rung, cosines, most_probable
 from geoflow_fast.retrieval.features import BankLevel, query_feature_names, query_features
 from geoflow_fast.retrieval.freshness import ModelDigest, OncePerGallery, flow_marks
@@ -378,6 +379,7 @@ class BayesReranker(nn.Module):
             candidates: Candidates | None = None,
             *,
             no_match_share: float = 0.0,
+            allowed: Mask | None = None,
             batch_size: int | None = None,
         ) -> Reranked: ...
 
@@ -387,6 +389,7 @@ class BayesReranker(nn.Module):
         candidates: Candidates | None = None,
         *,
         no_match_share: float = 0.0,
+        allowed: Mask | None = None,
         batch_size: int | None = None,
     ) -> Reranked:
         """Posterior of each of the `queries` [Q, d], unit rows, over its shortlist or over `candidates` [Q, K]: numbers
@@ -399,10 +402,16 @@ class BayesReranker(nn.Module):
         compared with nothing: its probability is the same for all queries. `no_match_share`: the share of queries for
         which nothing in the gallery is right, from 0 to 1, which `p_no_match` begins with.
 
+        `allowed`: a boolean mask of the items that there are, [N] for all queries or [Q, N]; every query must have one.
+        No others are in shortlists, which are found by an exact search of the allowed rows even where the gallery has a
+        store, and `candidates` that are not allowed are left out. What an item's scores are corrected by depends on no
+        other item, and bank and calibration stay as they are: `p_outside` is that of the whole gallery.
+
         The evidence about `batch_size` queries is in memory at a time, by default as much as 128 MB or half of a GPU's
         spare memory have room for. Results do not depend on it beyond rounding.
         """
-        reranked = self.rerank(queries, candidates, no_match_share=no_match_share, batch_size=batch_size)
+        shared = queries, candidates, None
+        reranked = self.rerank(*shared, no_match_share=no_match_share, allowed=allowed, batch_size=batch_size)
         if not reranked.calibrated:
             warnings.warn(
                 f"BayesReranker is uncalibrated: {self.plain_weights}. Call calibrate with held-out pairs first",
@@ -418,6 +427,7 @@ class BayesReranker(nn.Module):
         advance: Advance | None = None,
         *,
         no_match_share: float = 0.0,
+        allowed: Mask | None = None,
         batch_size: int | None = None,
     ) -> Reranked:
         """Same as `forward` without its warning, and calls `advance(n)` whenever n more queries are done."""
@@ -442,7 +452,12 @@ class BayesReranker(nn.Module):
         asks_flow = "flow" in calibration.by_feature
         # Without a calibration nothing says which of many items to ask the flow about.
         length = self.flow_items if asks_flow and calibration.cheap is None else self.shortlist
+        there = self.gallery.allowed_items(allowed, len(queries), queries.device)
         listed = None if candidates is None else self._checked_candidates(queries, candidates)
+        if there is not None and listed is not None:
+            listed = listed.masked_fill(~there.has(listed), -1)
+            if bool((none := (listed < 0).all(1)).any()):
+                raise ValueError(f"allowed leaves no candidate to query {int(none.nonzero()[0])}")
         width = length if listed is None else listed.shape[1]
         size = batch_rows(check_batch_size(batch_size), queries.device, CELL_BYTES * width)
         cheap = None if self.budget is None or not asks_flow else calibration.cheap
@@ -450,10 +465,10 @@ class BayesReranker(nn.Module):
 
         def answers(rows: slice | Tensor, asked: bool) -> Reranked:
             """Those to the queries `rows`, with the flow as evidence if it is `asked`."""
-            some = queries[rows]
+            some, items = queries[rows], there and there.of_queries(rows)
             if listed is None:
                 numbers = range(len(queries))[rows] if isinstance(rows, slice) else rows.tolist()
-                index = self._shortlists(some, length, numbers)
+                index = self._shortlists(some, length, numbers, items)
             else:
                 index = self._without_copies(listed[rows])
             evidence = self._evidence(some, index, calibration.cheap_features, None if asks_flow else advance)
@@ -462,7 +477,10 @@ class BayesReranker(nn.Module):
             if asks_flow:
                 evidence = self._with_flow(some, index, evidence, asked, advance)
             bank = self._bank_level(some, calibration)
-            return self._read_out(index, evidence, asked, calibration, bank, queries.dtype, no_match_share)
+            choices: int | Tensor = index.shape[1]
+            if items is not None:
+                choices = items.count(len(some)).clamp(max=width) if listed is None else (listed[rows] >= 0).sum(1)
+            return self._read_out(index, evidence, asked, calibration, bank, queries.dtype, no_match_share, choices)
 
         # Within a budget, all queries are answered without the flow first: that tells which ones to ask it about.
         reranked = in_batches(lambda rows: answers(rows, asks_flow and cheap is None), len(queries), size)
@@ -686,18 +704,26 @@ class BayesReranker(nn.Module):
         path = checks.path(path, "path")
         return path / f"rerank_{self.direction}.json" if path.is_dir() else path
 
-    def _shortlists(self, queries: Tensor, length: int, numbers: Sequence[int] | None = None) -> Tensor:
+    def _shortlists(
+        self,
+        queries: Tensor,
+        length: int,
+        numbers: Sequence[int] | None = None,
+        allowed: Allowed | None = None,
+    ) -> Tensor:
         """Numbers [Q, K] of the gallery rows in each query's shortlist, `length` different items, -1 where there are
         fewer. Where copies took the room of others, more hits are fetched, a few times. `numbers`: by which errors name
         the queries, if these are some of a call."""
         numbers = range(len(queries)) if numbers is None else numbers
-        index, hits = self._without_copies(self._hits(queries, length, numbers)), length
+        index, hits = self._without_copies(self._hits(queries, length, numbers, allowed)), length
+        most = length if allowed is None else allowed.count(len(queries)).clamp(max=length)
         for _ in range(MORE_HITS):
-            few = ((index >= 0).sum(1) < LEAST_DISTINCT * length).nonzero().squeeze(1)
+            few = ((index >= 0).sum(1) < LEAST_DISTINCT * most).nonzero().squeeze(1)
             hits = min(2 * hits, len(self.gallery))
             if not len(few) or hits <= length:
                 break
-            more = self._without_copies(self._hits(queries[few], hits, [numbers[row] for row in few.tolist()]))
+            some, items = [numbers[row] for row in few.tolist()], allowed and allowed.of_queries(few)
+            more = self._without_copies(self._hits(queries[few], hits, some, items))
             order = (more < 0).byte().argsort(dim=1, stable=True)[:, :length]
             index[few] = more.gather(1, order)
         return index
@@ -711,12 +737,12 @@ class BayesReranker(nn.Module):
             parts.append(rows.masked_fill(valid & (first_numbers(items, rows, valid) != rows), -1))
         return torch.cat(parts)
 
-    def _hits(self, queries: Tensor, count: int, numbers: Sequence[int]) -> Tensor:
+    def _hits(self, queries: Tensor, count: int, numbers: Sequence[int], allowed: Allowed | None) -> Tensor:
         """Numbers [Q, K] of the `count` gallery rows that a search finds, -1 where there are fewer."""
         if self.shortlist_by == "head":
-            return self._hits_of_head(queries, count, numbers)
-        if self.store is None:
-            return self.gallery.search(queries, count)[1]
+            return self._hits_of_head(queries, count, numbers, allowed)
+        if self.store is None or allowed is not None:  # stores know of no filter
+            return self.gallery.search(queries, count, allowed=allowed)[1]
         return self._checked_candidates(queries, self.store.search(queries.float().cpu().numpy(), count)[1], numbers)
 
     def pooled(self, queries: Tensor, candidates: Candidates) -> Tensor:
@@ -745,12 +771,12 @@ class BayesReranker(nn.Module):
                 raise ValueError(f"candidates of query {row if numbers is None else numbers[row]} {what}")
         return index
 
-    def _hits_of_head(self, queries: Tensor, count: int, numbers: Sequence[int]) -> Tensor:
+    def _hits_of_head(self, queries: Tensor, count: int, numbers: Sequence[int], allowed: Allowed | None) -> Tensor:
         """The items with the largest scores of the head, from one pass over the gallery or from a search of the store
         for each point of a query."""
         assert self.source is not None
         drawn, marginals = self.source.draw(queries), self.head_marginals()
-        if self.store is None:
+        if self.store is None or allowed is not None:
             return self.gallery.statistics(
                 drawn.samples,
                 drawn.kappa,
@@ -758,6 +784,7 @@ class BayesReranker(nn.Module):
                 -marginals,
                 sample_bias=drawn.bias,
                 precision=drawn.precision,
+                allowed=allowed,
             ).top_index
         points = torch.nn.functional.normalize(drawn.samples, dim=-1).flatten(0, 1)
         hits = self._checked_rows(self.store.search(points.float().cpu().numpy(), count)[1], numbers, len(points))
@@ -943,7 +970,9 @@ class BayesReranker(nn.Module):
         bank: BankLevel | None,
         dtype: torch.dtype,
         no_match_share: float,
+        items: int | Tensor,
     ) -> Reranked:
+        """The result for queries with so many `items` to choose from."""
         fitted = calibration if asked or calibration.cheap is None else calibration.cheap
         every = fitted.probabilities(evidence)  # "outside" is last
         # Items that tie are in the order of their numbers; those that are missing come after all others.
@@ -963,7 +992,7 @@ class BayesReranker(nn.Module):
         every = every * matches
         entropy = torch.special.entr(every).sum(1) + torch.special.entr(p_no_match)
         kinds = len(calibration.by_feature)
-        choices = index.shape[1] + (self.calibration is not None) + (no_match_share > 0)
+        choices = items + (self.calibration is not None) + (no_match_share > 0)
         return Reranked(
             index.gather(1, order),
             every.gather(1, order).to(dtype),
@@ -971,7 +1000,7 @@ class BayesReranker(nn.Module):
             (p_answer * (1 - p_no_match)).to(dtype),
             every[:, -1].to(dtype),
             entropy.to(dtype),
-            risk_lower_bound(entropy, choices),
+            smallest_risk(entropy, choices),
             self.calibration is not None,
             torch.full_like(meant, asked, dtype=torch.bool),
             torch.stack([*features.values()], dim=1),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
 
 import torch
@@ -34,19 +34,28 @@ def batch_rows(batch_size: int | None, device: torch.device, row_bytes: float) -
 def in_batches(compute: Callable[[slice], R], count: int, size: int) -> R:
     """What `compute` returns for `count` rows, which it is called for in batches of at most `size` consecutive ones.
 
-    A result is a tensor with one entry for each row, or a dataclass whose tensors are; of the other fields, those of
-    the first batch count. Each part is copied to its place in the whole as soon as it is there. No rows are one batch.
+    Results are as `joined` takes them. No rows are one batch.
     """
-    first = compute(slice(0, min(size, count)))
     if count <= size:
-        return first
-    whole = {name: x.new_empty(count, *x.shape[1:]) for name, x in _tensors(first).items()}
-    joined = cast(R, whole[""] if isinstance(first, Tensor) else dataclasses.replace(cast(Any, first), **whole))
-    put_rows(joined, slice(0, size), first)
-    for low in range(size, count, size):
-        rows = slice(low, min(low + size, count))
-        put_rows(joined, rows, compute(rows))
-    return joined
+        return compute(slice(0, count))
+    batches = (slice(low, min(low + size, count)) for low in range(0, count, size))
+    return joined(((rows, compute(rows)) for rows in batches), count)
+
+
+def joined(parts: Iterable[tuple[slice | Tensor, R]], count: int) -> R:
+    """The whole result for `count` rows, from (rows, result for them).
+
+    A result is a tensor with one entry for each row, or a dataclass whose tensors are; of the other fields, those of
+    the first part count. Each part is copied to its place in the whole as soon as it is there.
+    """
+    whole: R | None = None
+    for rows, part in parts:
+        if whole is None:
+            room = {name: x.new_empty(count, *x.shape[1:]) for name, x in _tensors(part).items()}
+            whole = cast(R, room[""] if isinstance(part, Tensor) else dataclasses.replace(cast(Any, part), **room))
+        put_rows(whole, rows, part)
+    assert whole is not None
+    return whole
 
 
 def put_rows(whole: R, rows: slice | Tensor, part: R) -> None:

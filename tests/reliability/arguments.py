@@ -274,12 +274,27 @@ ROW_OPERATIONS = [
     Target("geometry.log_map", geometry.log_map, lambda: {"x": unit(6, 5), "y": unit(6, 5, seed=1)}, True),
 ]
 GALLERIES = [
-    Target("ops.gallery_posterior", ops.gallery_posterior, lambda: sampled(bias=True), True),
-    Target("ops.gallery_statistics", ops.gallery_statistics, sampled, True),
+    Target(
+        "ops.gallery_posterior",
+        ops.gallery_posterior,
+        lambda: {**sampled(bias=True), "allowed": torch.arange(7) != 2},
+        True,
+    ),
+    Target(
+        "ops.gallery_statistics",
+        ops.gallery_statistics,
+        lambda: {**sampled(), "allowed": torch.arange(7) != 2},
+        True,
+    ),
     Target(
         "ops.gallery_search",
         ops.gallery_search,
-        lambda: {"queries": unit(3, IMAGE), "gallery": unit(7, IMAGE, seed=1), "top_k": 2},
+        lambda: {
+            "queries": unit(3, IMAGE),
+            "gallery": unit(7, IMAGE, seed=1),
+            "top_k": 2,
+            "allowed": torch.arange(7) != 2,
+        },
         True,
     ),
     Target(
@@ -368,10 +383,13 @@ PAIRS = [
 RETRIEVAL = [
     Target(
         "RetrievalEntropy",
-        lambda queries, batch_size, **given: gf.RetrievalEntropy(small_flow(), **given)(queries, batch_size=batch_size),
+        lambda queries, allowed, batch_size, **given: gf.RetrievalEntropy(small_flow(), **given)(
+            queries, allowed=allowed, batch_size=batch_size
+        ),
         lambda: {
             "queries": unit(3, TEXT), "gallery": unit(7, IMAGE), "direction": "t2i", "n_samples": 2, "kappa": 10.0,
-            "guidance": 1.0, "n_steps": 2, "seed": 0, "top_k": 2, "batch_size": 2,
+            "guidance": 1.0, "n_steps": 2, "seed": 0, "top_k": 2, "allowed": torch.arange(7) != 2,
+            "batch_size": 2,
         },
     ),
     Target(
@@ -381,10 +399,13 @@ RETRIEVAL = [
     ),
     Target(
         "BayesReranker",
-        lambda queries, batch_size, **given: gf.BayesReranker(square_flow(), **given)(queries, batch_size=batch_size),
+        lambda queries, allowed, batch_size, **given: gf.BayesReranker(square_flow(), **given)(
+            queries, allowed=allowed, batch_size=batch_size
+        ),
         lambda: {
             "queries": unit(3, IMAGE, seed=1), "gallery": unit(7, IMAGE), "direction": "t2i", "shortlist": 4,
-            "n_steps": 2, "solver": "midpoint", "n_probes": 1, "seed": 0, "batch_size": 2,
+            "n_steps": 2, "solver": "midpoint", "n_probes": 1, "seed": 0, "allowed": torch.arange(7) != 2,
+            "batch_size": 2,
         },
         True,
     ),

@@ -361,6 +361,23 @@ def test_gallery_search_is_that_of_plain_torch(queries, items, width, top_k):
     assert_close(half, ops.gallery_search(x, rows.half(), 1, "reference")[0], scale=3.0)
 
 
+@pytest.mark.parametrize("cost", [0, 10**9])
+def test_gallery_of_the_allowed_items(cost, monkeypatch):
+    """From copies of their rows, and from the scores of all items."""
+    monkeypatch.setattr("geoflow_fast.ops.allowed.COPY_COST", cost)
+    samples, rows = world(5, 3, 70, 24, torch.float32)
+    each = torch.rand(5, 70, generator=torch.Generator().manual_seed(0)) < 0.3
+    for mask in (each, each[0]):
+        post, wanted = (
+            ops.gallery_posterior(samples, rows, 12.0, top_k=30, backend=backend, allowed=mask)
+            for backend in ("triton", "reference")
+        )
+        assert_close(post.entropy, wanted.entropy, scale=4.0)
+        assert torch.equal(post.top_index, wanted.top_index)
+        found = ops.gallery_search(samples[:, 0], rows, 30, "triton", allowed=mask)
+        assert torch.equal(found[1], ops.gallery_search(samples[:, 0], rows, 30, "reference", allowed=mask)[1])
+
+
 def test_gallery_lists_longer_than_the_kernel_keeps():
     samples, rows = world(3, 5, 200, 24, torch.float32)
     rows[150] = rows[3]  # equal items stay in order
