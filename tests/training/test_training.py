@@ -18,6 +18,7 @@ import torch
 
 import geoflow_fast as gf
 from benchmarks.methods.euclidean import twin_of
+from geoflow_fast import ops
 from geoflow_fast.directions import DIRECTIONS, Counts, row_directions
 from geoflow_fast.flow.curriculum import draw_batch_plan
 from geoflow_fast.geometry import interpolate
@@ -171,14 +172,15 @@ def test_every_coupling_makes_valid_batches(coupling, conditional):
     ("shape", "change"),
     [(SHAPE, {"precision": "bfloat16"}), (twin_of(SHAPE), {})],
 )
-def test_training_works_with_other_precision_and_manifold(shape, change):
+def test_training_works_with_other_precision_and_manifold(shape, change, tmp_path):
     config = dataclasses.replace(CONFIG, **change, steps=6, conditional_share=0.0, ramp_share=0.0)
     flow = new_flow(shape)
-    report = gf.train(flow, some_pairs(shape=shape), config)
+    report = gf.train(flow, some_pairs(shape=shape), config, out=tmp_path)
     assert report.finished
     assert np.isfinite(report.best_val_loss)
     assert all(p.dtype == torch.float32 for p in flow.parameters())
-    assert not same_weights(flow, new_flow(shape))
+    losses = [json.loads(line).get("val_loss") for line in (tmp_path / METRICS_FILE).read_text().splitlines()]
+    assert len({loss for loss in losses if loss is not None}) > 2  # weights move, though pairs of noise teach nothing
 
 
 def test_one_step_equals_a_plain_reimplementation():
@@ -204,14 +206,9 @@ def test_one_step_equals_a_plain_reimplementation():
     p_joint = config.curriculum.joint_probability(step)
     plan = draw_batch_plan(config.batch_size, p_joint, config.p_drop, generator)
     image1, text1 = pairs[maker.order[step]]
-    noise = [torch.empty_like(image1), torch.empty_like(text1)]
-    lanes = config.batch_size // 8
-    seeds = np.random.SeedSequence((config.seed, *b"noise", step)).generate_state(lanes, np.uint64) >> 1
-    for lane in range(lanes):
-        generator = torch.Generator().manual_seed(int(seeds[lane]))
-        for stream, d in enumerate((6, 5)):
-            rows = noise[stream][lane::lanes]
-            rows.copy_(sample_uniform(len(rows), d, generator=generator))
+    numbers = torch.arange(config.batch_size)
+    seed = int(np.random.SeedSequence((config.seed, *b"noise")).generate_state(1, np.uint64)[0])
+    noise = [ops.counter_noise(numbers, d, seed, step, stream, backend="reference") for stream, d in enumerate((6, 5))]
     inputs, targets = [], []
     for stream, (data, given) in enumerate(((image1, "i2t"), (text1, "t2i"))):
         point, velocity = interpolate(noise[stream], data, plan.t)
