@@ -18,6 +18,7 @@ from torch import Tensor
 from geoflow_fast.retrieval.hubs import Hubs
 from geoflow_fast.retrieval.sources import HeadSource
 from geoflow_fast.runtime import hashing
+from geoflow_fast.runtime.batches import in_batches
 from geoflow_fast.runtime.device import rows_at_once
 
 CELLS_AT_ONCE = 1 << 21
@@ -45,19 +46,21 @@ class ItemBank:
         """The logarithm [Q] of the mean of exp(score) over the items, where the score is the weighted sum of the
         evidence. `left_out` [Q, B] says which items do not count for which query."""
         numbers = self._numbers(weights, hub_scale)
-        source, parts = self.source, []
+        source = self.source
         on_cpu = max(1, CELLS_AT_ONCE // len(self.items))
         at_once = rows_at_once(queries.device, CELL_BYTES * len(self.items), on_cpu)
-        for rows in torch.arange(len(queries), device="cpu").split(at_once):
-            scores = numbers.expand(len(rows), -1)
+
+        def level(rows: slice) -> Tensor:
+            scores = numbers.expand(len(queries[rows]), -1)
             if "cosine" in weights:
                 scores = scores + weights["cosine"] * (queries[rows] @ self.items.T).double()
             if "head" in weights and source is not None:
                 scores = scores + weights["head"] * source.all_scores(queries[rows], self.items).double()
             counted = torch.ones_like(scores, dtype=torch.bool) if left_out is None else ~left_out[rows]
             total = scores.masked_fill(~counted, -math.inf).logsumexp(1)
-            parts.append(total - counted.sum(1).clamp(min=1).double().log())
-        return torch.cat([numbers[:0], *parts])
+            return total - counted.sum(1).clamp(min=1).double().log()
+
+        return in_batches(level, len(queries), at_once)
 
     def _numbers(self, weights: Mapping[str, float], hub_scale: float) -> Tensor:
         """What the items have in their scores for every query: [B]."""

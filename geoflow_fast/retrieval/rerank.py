@@ -730,12 +730,13 @@ class BayesReranker(nn.Module):
 
     def _without_copies(self, index: Tensor) -> Tensor:
         """The numbers [Q, K], with -1 instead of those of copies of an item with a lower number."""
-        parts = [index[:0]]
-        for rows in index.split(max(1, self._pairs_at_once(4 * PAIRS_AT_ONCE) // index.shape[1])):
-            valid = rows >= 0
-            items = self.gallery.take(rows.clamp(min=0), self.example.dtype)
-            parts.append(rows.masked_fill(valid & (first_numbers(items, rows, valid) != rows), -1))
-        return torch.cat(parts)
+
+        def without(rows: slice) -> Tensor:
+            some, valid = index[rows], index[rows] >= 0
+            items = self.gallery.take(some.clamp(min=0), self.example.dtype)
+            return some.masked_fill(valid & (first_numbers(items, some, valid) != some), -1)
+
+        return in_batches(without, len(index), max(1, self._pairs_at_once(4 * PAIRS_AT_ONCE) // index.shape[1]))
 
     def _hits(self, queries: Tensor, count: int, numbers: Sequence[int], allowed: Allowed | None) -> Tensor:
         """Numbers [Q, K] of the `count` gallery rows that a search finds, -1 where there are fewer."""
@@ -921,21 +922,22 @@ class BayesReranker(nn.Module):
     ) -> Tensor:
         """log p(query | item) [Q, K] of the items with these numbers [Q, K] that are `asked` [Q, K] about, zero for
         others. `take` gives the items [..., d] with numbers [...]."""
-        log_density = torch.zeros(number.shape, dtype=torch.float64, device=queries.device)
         most = max(1, int(asked.sum(1).max())) if len(asked) else 1
         column = asked.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
         at_once = PAIRS_AT_ONCE
         if queries.is_cuda and self.flow is not None:
             at_once = pairs_at_once(self.flow, (self.direction.reverse,), self.density)
-        every = torch.arange(len(queries), device=queries.device)
-        for rows in every.split(max(1, at_once // most)):
+
+        def estimated(rows: slice) -> Tensor:
             chosen = number[rows].gather(1, column[rows])
             there = asked[rows].gather(1, column[rows])
             estimate = self.log_densities(queries[rows], take(chosen), chosen, there)
-            log_density[rows] = log_density[rows].scatter(1, column[rows], estimate)
             if advance is not None:
-                advance(len(rows))
-        return log_density
+                advance(len(chosen))
+            nothing = torch.zeros(asked[rows].shape, dtype=torch.float64, device=queries.device)
+            return nothing.scatter_(1, column[rows], estimate)
+
+        return in_batches(estimated, len(queries), max(1, at_once // most))
 
     def log_densities(self, queries: Tensor, items: Tensor, number: Tensor, valid: Tensor) -> Tensor:
         """log p(query | item) [Q, K] of items [Q, K, d], zero where they are not `valid` [Q, K]. All are estimated at
