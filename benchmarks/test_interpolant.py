@@ -22,21 +22,20 @@ from geoflow_fast.noise import sample_uniform
 
 @dataclass(frozen=True)
 class InterpolantInput:
-    """Noise and data of both streams, times and directions, and tensors for the results."""
+    """Noise and data of both streams, times and directions."""
 
     points: twins.Points
     t: Tensor
     direction: Tensor
-    out: twins.Points
 
     @classmethod
     def draw(cls, rows: int, width: int) -> InterpolantInput:
         points = tuple(sample_uniform(rows, width) for _ in range(4))
         direction = (torch.arange(rows) % 3).to(torch.int8)
-        return cls(points, torch.rand(rows), direction, tuple(x.clone() for x in points))
+        return cls(points, torch.rand(rows), direction)
 
-    def op(self, backend: str, out: Any = None) -> tuple[Tensor, ...]:
-        return gf.ops.masked_interpolant(*self.points, self.t, self.direction, backend=backend, out=out)
+    def op(self, backend: str) -> tuple[Tensor, ...]:
+        return gf.ops.masked_interpolant(*self.points, self.t, self.direction, backend=backend)
 
 
 CONTENDERS = (
@@ -49,7 +48,6 @@ CONTENDERS = (
         needs="flow_matching",
     ),
     Contender("geoflow_fast", lambda b: b.op("cpu")),
-    Contender("geoflow_fast, `out=` given", lambda b: b.op("cpu", b.out)),
 )
 
 
@@ -72,7 +70,7 @@ CASES = (case(2048, 512, quick=True), case(8192, 1024))
 
 def over_rows(rows: int) -> Callable[[], Any]:
     batch = InterpolantInput.draw(rows, 512)
-    return lambda: batch.op("cpu", batch.out)
+    return lambda: batch.op("cpu")
 
 
 @each(CASES)

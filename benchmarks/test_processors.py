@@ -29,7 +29,7 @@ ROWS = (
     "Gallery posterior, 8 x 50 samples, N = 100,000, d = 1024: geoflow_fast",
     'Gallery posterior, 8 x 50 samples, N = 100,000, d = 1024: geoflow_fast, `precision="auto"`',
     "Coupling, B = 2048, d = 1024: geoflow_fast",
-    "Interpolant, B = 8192, d = 1024: geoflow_fast, `out=` given",
+    "Interpolant, B = 8192, d = 1024: geoflow_fast",
     "Velocity, B = 512, d = 1024, hidden = 512: geoflow_fast",
 )
 """Without `bytes` where the processor has no products of bytes."""

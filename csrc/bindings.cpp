@@ -5,6 +5,8 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
+#include <numeric>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -26,43 +28,6 @@
 namespace py = pybind11;
 using namespace pybind11::literals;  // "name"_a names an argument
 
-namespace pybind11::detail {
-
-// Rows cross as (address, row stride), or as None where they are left out.
-template <>
-struct type_caster<geoflow::RowsView> {
-    PYBIND11_TYPE_CASTER(geoflow::RowsView, const_name("tuple[int, int] | None"));
-
-    bool load(handle from, bool) {
-        value = {nullptr, 0};
-        if (from.is_none()) return true;
-        if (!PyTuple_Check(from.ptr()) || PyTuple_GET_SIZE(from.ptr()) != 2) return false;
-        value.data = static_cast<float*>(PyLong_AsVoidPtr(PyTuple_GET_ITEM(from.ptr(), 0)));
-        value.stride = PyLong_AsLongLong(PyTuple_GET_ITEM(from.ptr(), 1));
-        if (PyErr_Occurred() == nullptr) return true;
-        PyErr_Clear();  // pybind11 raises the TypeError
-        return false;
-    }
-};
-
-// A shape crosses as (rows, width, rows per group, threads).
-template <>
-struct type_caster<geoflow::RowShape> {
-    PYBIND11_TYPE_CASTER(geoflow::RowShape, const_name("tuple[int, int, int, int]"));
-
-    bool load(handle from, bool) {
-        if (!PyTuple_Check(from.ptr()) || PyTuple_GET_SIZE(from.ptr()) != 4) return false;
-        std::int64_t sizes[4];
-        for (int k = 0; k < 4; ++k) sizes[k] = PyLong_AsLongLong(PyTuple_GET_ITEM(from.ptr(), k));
-        value = {sizes[0], sizes[1], sizes[2], static_cast<int>(sizes[3])};
-        if (PyErr_Occurred() == nullptr) return true;
-        PyErr_Clear();
-        return false;
-    }
-};
-
-}  // namespace pybind11::detail
-
 namespace {
 
 using Address = std::uintptr_t;
@@ -79,6 +44,7 @@ using geoflow::result_like;
 using geoflow::Rows;
 using geoflow::rows;
 using geoflow::RowShape;
+using geoflow::RowsView;
 using geoflow::Tensor;
 using geoflow::threads_for;
 
@@ -109,43 +75,51 @@ int openmp() {
 #endif
 }
 
-struct StreamAddresses {
-    Address noise, data, point, velocity;
-    std::int64_t width;
-};
+template <class T>
+using Four = std::tuple<Result<T>, Result<T>, Result<T>, Result<T>>;
 
-template <typename T>
-std::int64_t masked_interpolant(const StreamAddresses (&streams)[2], std::int64_t rows, Address t, Address direction, Address drop,
-                                double tolerance, int threads) {
+// NotServed where a row is not on the sphere, a time not in [0, 1] or a direction unknown, if `check`: the caller finds out which.
+template <class T>
+Four<T> masked_interpolant(const Tensor& image0_, const Tensor& text0_, const Tensor& image1_, const Tensor& text1_, const Tensor& t_,
+                           const Tensor& direction_, const Tensor& drop_, bool check, double tolerance) {
+    const auto image0 = geoflow::dense<T>(image0_, "image0"), text0 = geoflow::dense<T>(text0_, "text0");
+    const auto image1 = geoflow::dense<T>(image1_, "image1"), text1 = geoflow::dense<T>(text1_, "text1");
+    check_shape(image1_, "image1", image0_, "image0");
+    check_shape(text1_, "text1", text0_, "text0");
     geoflow::InterpolantParams<T> params{};
-    for (int k = 0; k < 2; ++k) {
-        const StreamAddresses& from = streams[k];
-        params.stream[k] = {at<const T>(from.noise), at<const T>(from.data), at<T>(from.point), at<T>(from.velocity), from.width,
-                            k == 0 ? geoflow::kImageToText : geoflow::kTextToImage};
-    }
-    params.t = at<const T>(t);
-    params.direction = at<const std::int8_t>(direction);
-    params.drop = at<const bool>(drop);
-    params.rows = rows;
+    params.rows = image0.count;
+    if (text0.count != params.rows)
+        throw py::value_error("text0 has " + std::to_string(text0.count) + " rows, but image0 has " + std::to_string(params.rows));
+    params.t = geoflow::vector<T>(t_, "t", params.rows);
+    params.direction = geoflow::vector<std::int8_t>(direction_, "direction", params.rows);
+    params.drop = geoflow::optional_vector<bool>(drop_, "drop", params.rows);
     params.tolerance = tolerance;
-    params.threads = threads;
-    return geoflow::masked_interpolant(params);
+    const std::int64_t numbers = params.rows * (image0.width + text0.width);
+    params.threads = threads_for(numbers);
+    Four<T> results{result_like<T>(image0_, "image0"), result_like<T>(text0_, "text0"), result_like<T>(image0_, "image0"),
+                    result_like<T>(text0_, "text0")};
+    auto& [image_t, text_t, v_image, v_text] = results;
+    params.stream[0] = {image0.data, image1.data, image_t.data(), v_image.data(), image0.width, geoflow::kImageToText};
+    params.stream[1] = {text0.data, text1.data, text_t.data(), v_text.data(), text0.width, geoflow::kTextToImage};
+    for (std::int64_t r = 0; check && r < params.rows; ++r)
+        if (!(params.t[r] >= 0 && params.t[r] <= 1) || params.direction[r] < geoflow::kJoint || params.direction[r] > geoflow::kTextToImage)
+            throw geoflow::NotServed("t or direction of row " + std::to_string(r) + " is out of range");
+    std::int64_t bad = -1;
+    compute(numbers, [&] { bad = geoflow::masked_interpolant(params); });
+    if (check && bad >= 0) throw geoflow::NotServed("row " + std::to_string(bad) + " holds a point that is not on the unit sphere");
+    return results;
 }
 
 void bind_interpolant(py::module_& m) {
     m.def(
         "masked_interpolant",
-        [](bool is_double, Address image0, Address image1, Address image_t, Address v_image, std::int64_t image_width, Address text0,
-           Address text1, Address text_t, Address v_text, std::int64_t text_width, std::int64_t rows, Address t, Address direction,
-           Address drop, double tolerance, int threads) {
-            const StreamAddresses streams[2] = {{image0, image1, image_t, v_image, image_width},
-                                                {text0, text1, text_t, v_text, text_width}};
-            const auto run = is_double ? masked_interpolant<double> : masked_interpolant<float>;
-            return run(streams, rows, t, direction, drop, tolerance, threads);
+        [](const Tensor& image0, const Tensor& text0, const Tensor& image1, const Tensor& text1, const Tensor& t, const Tensor& direction,
+           const Tensor& drop, bool check, double tolerance) -> py::object {
+            if (image0.view("image0").type.bits == 64)
+                return py::cast(masked_interpolant<double>(image0, text0, image1, text1, t, direction, drop, check, tolerance));
+            return py::cast(masked_interpolant<float>(image0, text0, image1, text1, t, direction, drop, check, tolerance));
         },
-        py::call_guard<py::gil_scoped_release>(), py::kw_only(), "is_double"_a, "image0"_a, "image1"_a, "image_t"_a, "v_image"_a,
-        "image_width"_a, "text0"_a, "text1"_a, "text_t"_a, "v_text"_a, "text_width"_a, "rows"_a, "t"_a, "direction"_a, "drop"_a,
-        "tolerance"_a, "threads"_a);
+        "image0"_a, "text0"_a, "image1"_a, "text1"_a, "t"_a, "direction"_a, "drop"_a, "check"_a, "tolerance"_a);
 }
 
 void bind_noise(py::module_& m) {
@@ -517,55 +491,235 @@ void bind_adaln(py::module_& m) {
     m.def("adaln_backward", &adaln_backward, "grad"_a, "x"_a, "scale"_a, "eps"_a);
 }
 
-void bind_network(py::module_& m) {
-    using geoflow::RowsView;
-    const geoflow::NetworkKernels& run = geoflow::network_kernels();
-    const auto release = py::call_guard<py::gil_scoped_release>();
-    m.def("swiglu", run.swiglu, release, "shape"_a, "gate"_a, "value"_a, "y"_a);
-    m.def("swiglu_backward", run.swiglu_backward, release, "shape"_a, "grad"_a, "gate"_a, "value"_a, "d_gate"_a, "d_value"_a);
-    m.def(
-        "gate_residual",
-        [run](RowShape shape, float factor, RowsView residual, RowsView gate, RowsView value, RowsView layer_scale, Address keep,
-              RowsView y) { run.gate_residual(shape, factor, residual, gate, value, layer_scale, at<const std::uint8_t>(keep), y); },
-        release, "shape"_a, "factor"_a, "residual"_a, "gate"_a, "value"_a, "layer_scale"_a, "keep"_a, "y"_a);
-    m.def(
-        "gate_residual_backward",
-        [run](RowShape shape, float factor, RowsView grad, RowsView gate, RowsView value, RowsView layer_scale, Address keep,
-              RowsView d_gate, RowsView d_value, RowsView partial) {
-            run.gate_residual_backward(shape, factor, grad, gate, value, layer_scale, at<const std::uint8_t>(keep), d_gate, d_value,
-                                       partial);
-        },
-        release, "shape"_a, "factor"_a, "grad"_a, "gate"_a, "value"_a, "layer_scale"_a, "keep"_a, "d_gate"_a, "d_value"_a, "partial"_a);
-    m.def(
-        "flow_loss",
-        [run](RowShape shape, Address generated, RowsView v, RowsView target, RowsView x, RowsView loss) {
-            run.flow_loss(shape, at<const std::uint8_t>(generated), v, target, x, loss);
-        },
-        release, "shape"_a, "generated"_a, "v"_a, "target"_a, "x"_a, "loss"_a);
-    m.def(
-        "flow_loss_backward",
-        [run](RowShape shape, Address generated, RowsView grad, RowsView v, RowsView target, RowsView x, RowsView d_v) {
-            run.flow_loss_backward(shape, at<const std::uint8_t>(generated), grad, v, target, x, d_v);
-        },
-        release, "shape"_a, "generated"_a, "grad"_a, "v"_a, "target"_a, "x"_a, "d_v"_a);
-    m.def(
-        "keep_mask",
-        [run](std::int64_t count, double share, std::uint32_t seed, Address keep, int threads) {
-            run.keep_mask(count, share, seed, at<std::uint8_t>(keep), threads);
-        },
-        release, "count"_a, "share"_a, "seed"_a, "keep"_a, "threads"_a);
-    bind_segments(m, run);
-    m.attr("reduction_rows") = geoflow::kReductionRows;
+// Gate and value of a SwiGLU product; without a value, the two halves of `gate`.
+std::pair<Rows<const float>, Rows<const float>> gate_and_value(const Tensor& gate_, const Tensor& value_) {
+    const auto gate = rows(gate_, "gate");
+    if (!value_.is_none()) {
+        check_shape(value_, "value", gate_, "gate");
+        return {gate, rows(value_, "value")};
+    }
+    if (gate.width % 2)
+        throw py::value_error("gate holds both halves without value, so its width must be even, got " + std::to_string(gate.width));
+    const std::int64_t width = gate.width / 2;
+    return {{gate.data, gate.count, width, gate.stride}, {gate.data + width, gate.count, width, gate.stride}};
+}
+
+RowShape shape_of(const Rows<const float>& x) { return {x.count, x.width, 1, threads_for(x.count * x.width)}; }
+
+Result<float> swiglu(const Tensor& gate_, const Tensor& value_) {
+    const auto [gate, value] = gate_and_value(gate_, value_);
+    const geoflow::dlpack::View& view = gate_.view("gate");
+    std::vector<std::int64_t> sizes(view.shape, view.shape + view.dimensions);
+    sizes.back() = gate.width;
+    Result<float> y(sizes);
+    const RowShape shape = shape_of(gate);
+    const RowsView first = gate, second = value;
+    compute(shape.rows * shape.width, [&] { geoflow::network_kernels().swiglu(shape, first, second, y.rows(shape.width)); });
+    return y;
+}
+
+// An empty tensor stands for the gradient of an absent value.
+std::pair<Result<float>, Result<float>> swiglu_backward(const Tensor& grad_, const Tensor& gate_, const Tensor& value_) {
+    const auto [gate, value] = gate_and_value(gate_, value_);
+    const auto grad = rows(grad_, "grad");
+    if (grad.count != gate.count || grad.width != gate.width) throw py::value_error("grad must have the shape of the product of gate and value");
+    const bool packed = value_.is_none();
+    std::pair<Result<float>, Result<float>> results{result_like(gate_, "gate"),
+                                                    packed ? Result<float>({0}) : result_like(gate_, "gate")};
+    const std::int64_t width = gate.width, stride = packed ? 2 * width : width;
+    const RowsView d_gate{results.first.data(), stride}, d_value{packed ? d_gate.data + width : results.second.data(), stride};
+    const RowShape shape = shape_of(gate);
+    const RowsView first = gate, second = value;
+    compute(shape.rows * width, [&] { geoflow::network_kernels().swiglu_backward(shape, grad, first, second, d_gate, d_value); });
+    return results;
+}
+
+void bind_swiglu(py::module_& m) {
+    m.def("swiglu", &swiglu, "gate"_a, "value"_a);
+    m.def("swiglu_backward", &swiglu_backward, "grad"_a, "gate"_a, "value"_a);
+}
+
+// The branch of a residual: gate and keep may be left out.
+struct Branch {
+    Rows<const float> gate, value, layer_scale;
+    const std::uint8_t* keep;
+    float factor;
+    RowShape shape;
+
+    // `like` has the shape of the branch.
+    Branch(const Tensor& gate_, const Tensor& value_, const Tensor& layer_scale_, const Tensor& keep_, double dropout, const Tensor& like,
+           const char* name)
+        : gate(geoflow::optional(gate_, "gate")), value(rows(value_, "value")), layer_scale(rows(layer_scale_, "layer_scale")),
+          keep(keep_.is_none() ? nullptr : reinterpret_cast<const std::uint8_t*>(geoflow::dense<bool>(keep_, "keep").data)),
+          factor(static_cast<float>(1 / (1 - dropout))) {
+        if (!(dropout >= 0 && dropout < 1)) throw py::value_error("dropout must be in [0, 1), got " + std::to_string(dropout));
+        if (!value.width) throw py::value_error(std::string(name) + " must have at least one column");
+        if (!gate_.is_none()) check_shape(gate_, "gate", like, name);
+        if (!keep_.is_none()) check_shape(keep_, "keep", like, name);
+        check_shape(value_, "value", like, name);
+        shape = shape_of(value, layer_scale, "layer_scale");
+    }
+};
+
+// residual + layer_scale * sigmoid(gate) * value, of which dropout leaves what `keep` says.
+Result<float> gate_residual(const Tensor& residual_, const Tensor& gate_, const Tensor& value_, const Tensor& layer_scale_,
+                            const Tensor& keep_, double dropout) {
+    const auto residual = rows(residual_, "residual");
+    const Branch b(gate_, value_, layer_scale_, keep_, dropout, residual_, "residual");
+    Result<float> y = result_like(residual_, "residual");
+    compute(residual.count * residual.width, [&] {
+        geoflow::network_kernels().gate_residual(b.shape, b.factor, residual, b.gate, b.value, b.layer_scale, b.keep, y.rows(residual.width));
+    });
+    return y;
+}
+
+// The gradient of the residual is `grad` itself; an empty tensor stands for that of an absent gate.
+std::tuple<Result<float>, Result<float>, Result<float>> gate_residual_backward(const Tensor& grad_, const Tensor& gate_,
+                                                                               const Tensor& value_, const Tensor& layer_scale_,
+                                                                               const Tensor& keep_, double dropout) {
+    const auto grad = rows(grad_, "grad");
+    const Branch b(gate_, value_, layer_scale_, keep_, dropout, grad_, "grad");
+    if (!grad.count) throw geoflow::NotServed("there are no rows");
+    Result<float> d_gate = gate_.is_none() ? Result<float>({0}) : result_like(grad_, "grad"), d_value = result_like(grad_, "grad");
+    Result<float> partial({b.layer_scale.count * geoflow::blocks_of(b.shape), grad.width});
+    compute(grad.count * grad.width, [&] {
+        geoflow::network_kernels().gate_residual_backward(b.shape, b.factor, grad, b.gate, b.value, b.layer_scale, b.keep,
+                                                          gate_.is_none() ? RowsView{nullptr, 0} : d_gate.rows(grad.width),
+                                                          d_value.rows(grad.width), partial.rows(grad.width));
+    });
+    return {std::move(d_gate), std::move(d_value), sum_blocks(std::move(partial), b.shape)};
+}
+
+void bind_gate_residual(py::module_& m) {
+    m.def("gate_residual", &gate_residual, "residual"_a, "gate"_a, "value"_a, "layer_scale"_a, "keep"_a, "dropout"_a);
+    m.def("gate_residual_backward", &gate_residual_backward, "grad"_a, "gate"_a, "value"_a, "layer_scale"_a, "keep"_a, "dropout"_a);
+}
+
+// One stream of the loss, and in which rows it is generated.
+struct LossStream {
+    Rows<const float> v, target, x;
+    std::vector<std::uint8_t> generated;
+    RowShape shape;
+
+    LossStream(const Tensor& v_, const Tensor& target_, const Tensor& x_, const Tensor& direction_, const char* const (&names)[3],
+               std::int8_t given)
+        : v(rows(v_, names[0])), target(rows(target_, names[1])), x(rows(x_, names[2])), generated(v.count), shape(shape_of(v)) {
+        check_shape(target_, names[1], v_, names[0]);
+        check_shape(x_, names[2], v_, names[0]);
+        const std::int8_t* const direction = geoflow::vector<std::int8_t>(direction_, "direction", v.count);
+        for (std::int64_t r = 0; r < v.count; ++r) {
+            if (direction[r] < geoflow::kJoint || direction[r] > geoflow::kTextToImage) throw geoflow::NotServed("direction is out of range");
+            generated[r] = direction[r] != given;
+        }
+    }
+};
+
+struct LossStreams {
+    LossStream image, text;
+
+    LossStreams(const Tensor& v_image, const Tensor& v_text, const Tensor& target_image, const Tensor& target_text, const Tensor& image_,
+                const Tensor& text_, const Tensor& direction)
+        : image(v_image, target_image, image_, direction, {"v_image", "target_image", "image"}, geoflow::kImageToText),
+          text(v_text, target_text, text_, direction, {"v_text", "target_text", "text"}, geoflow::kTextToImage) {}
+    std::int64_t rows() const { return image.v.count; }
+    std::int64_t numbers() const { return rows() * (image.v.width + text.v.width); }
+};
+
+Result<float> flow_loss(const Tensor& v_image, const Tensor& v_text, const Tensor& target_image, const Tensor& target_text,
+                        const Tensor& image, const Tensor& text, const Tensor& direction) {
+    const LossStreams streams(v_image, v_text, target_image, target_text, image, text, direction);
+    Result<float> loss({streams.rows()});
+    std::fill_n(loss.data(), streams.rows(), 0.0f);
+    compute(streams.numbers(), [&] {
+        for (const LossStream* s : {&streams.image, &streams.text})
+            geoflow::network_kernels().flow_loss(s->shape, s->generated.data(), s->v, s->target, s->x, loss.rows(1));
+    });
+    return loss;
+}
+
+std::pair<Result<float>, Result<float>> flow_loss_backward(const Tensor& grad_, const Tensor& v_image, const Tensor& v_text,
+                                                           const Tensor& target_image, const Tensor& target_text, const Tensor& image,
+                                                           const Tensor& text, const Tensor& direction) {
+    const LossStreams streams(v_image, v_text, target_image, target_text, image, text, direction);
+    const RowsView grad = geoflow::column(grad_, "grad", streams.rows());
+    std::pair<Result<float>, Result<float>> d_v{result_like(v_image, "v_image"), result_like(v_text, "v_text")};
+    compute(streams.numbers(), [&] {
+        const auto run = [&](const LossStream& s, const Result<float>& to) {
+            geoflow::network_kernels().flow_loss_backward(s.shape, s.generated.data(), grad, s.v, s.target, s.x, to.rows(s.v.width));
+        };
+        run(streams.image, d_v.first);
+        run(streams.text, d_v.second);
+    });
+    return d_v;
+}
+
+void bind_flow_loss(py::module_& m) {
+    m.def("flow_loss", &flow_loss, "v_image"_a, "v_text"_a, "target_image"_a, "target_text"_a, "image"_a, "text"_a, "direction"_a);
+    m.def("flow_loss_backward", &flow_loss_backward, "grad"_a, "v_image"_a, "v_text"_a, "target_image"_a, "target_text"_a, "image"_a,
+          "text"_a, "direction"_a);
+}
+
+void bind_keep_mask(py::module_& m) {
+    m.def("keep_mask", [](const std::vector<std::int64_t>& sizes, double share, std::uint32_t seed) {
+        Result<bool> keep(sizes);
+        const std::int64_t count = std::accumulate(sizes.begin(), sizes.end(), std::int64_t{1}, std::multiplies<>());
+        const int threads = threads_for(count);
+        compute(count, [&] { geoflow::network_kernels().keep_mask(count, share, seed, reinterpret_cast<std::uint8_t*>(keep.data()), threads); });
+        return keep;
+    }, "shape"_a, "share"_a, "seed"_a);
+}
+
+// Rows of the shape of `x`, which may be left out.
+Rows<const float> beside(const Tensor& y, const char* name, const Tensor& x, const char* like = "x") {
+    if (!y.is_none()) check_shape(y, name, x, like);
+    return geoflow::optional(y, name);
+}
+
+Rows<const float> needed(const Tensor& y, const char* name, const Tensor& x) {
+    check_shape(y, name, x, "x");
+    return rows(y, name);
+}
+
+Result<float> tangent_step(const Tensor& x_, const Tensor& v_, double h, const Tensor& v_free_, double guidance, bool renormalise) {
+    const auto x = rows(x_, "x"), v = needed(v_, "v", x_), v_free = beside(v_free_, "v_free", x_);
+    Result<float> y = result_like(x_, "x");
+    const RowShape shape = shape_of(x);
+    compute(x.count * x.width, [&] {
+        geoflow::solver_kernels().tangent_step(shape, h, guidance, renormalise, x, v, v_free, y.rows(x.width));
+    });
+    return y;
+}
+
+// The new total is empty without a total.
+std::pair<Result<float>, Result<float>> tangent_stage(const Tensor& x_, const Tensor& at_, const Tensor& v_, double h,
+                                                      const Tensor& v_free_, double guidance, const Tensor& total_, double weight) {
+    const auto x = rows(x_, "x"), at = needed(at_, "at", x_), v = needed(v_, "v", x_), v_free = beside(v_free_, "v_free", x_),
+               total = beside(total_, "total", x_);
+    std::pair<Result<float>, Result<float>> results{result_like(x_, "x"), total_.is_none() ? Result<float>({0}) : result_like(x_, "x")};
+    const RowShape shape = shape_of(x);
+    compute(x.count * x.width, [&] {
+        geoflow::solver_kernels().tangent_stage(shape, h, guidance, weight, x, at, v, v_free, total, results.first.rows(x.width),
+                                                results.second.rows(x.width));
+    });
+    return results;
+}
+
+std::pair<Result<float>, Result<float>> tangent_ab2(const Tensor& x_, const Tensor& v_, double h, const Tensor& v_free_, double guidance,
+                                                    const Tensor& carried_, double share) {
+    const auto x = rows(x_, "x"), v = needed(v_, "v", x_), v_free = beside(v_free_, "v_free", x_), carried = beside(carried_, "carried", x_);
+    std::pair<Result<float>, Result<float>> results{result_like(x_, "x"), result_like(x_, "x")};
+    const RowShape shape = shape_of(x);
+    compute(x.count * x.width, [&] {
+        geoflow::solver_kernels().tangent_ab2(shape, h, guidance, share, x, v, v_free, carried, results.first.rows(x.width),
+                                              results.second.rows(x.width));
+    });
+    return results;
 }
 
 void bind_solver(py::module_& m) {
-    const geoflow::SolverKernels& run = geoflow::solver_kernels();
-    const auto release = py::call_guard<py::gil_scoped_release>();
-    m.def("tangent_step", run.tangent_step, release, "shape"_a, "h"_a, "guidance"_a, "renormalise"_a, "x"_a, "v"_a, "v_free"_a, "y"_a);
-    m.def("tangent_stage", run.tangent_stage, release, "shape"_a, "h"_a, "guidance"_a, "weight"_a, "x"_a, "at"_a, "v"_a, "v_free"_a,
-          "total"_a, "y"_a, "new_total"_a);
-    m.def("tangent_ab2", run.tangent_ab2, release, "shape"_a, "h"_a, "guidance"_a, "share"_a, "x"_a, "v"_a, "v_free"_a, "carried"_a,
-          "y"_a, "new_carried"_a);
+    m.def("tangent_step", &tangent_step, "x"_a, "v"_a, "h"_a, "v_free"_a, "guidance"_a, "renormalise"_a);
+    m.def("tangent_stage", &tangent_stage, "x"_a, "at"_a, "v"_a, "h"_a, "v_free"_a, "guidance"_a, "total"_a, "weight"_a);
+    m.def("tangent_ab2", &tangent_ab2, "x"_a, "v"_a, "h"_a, "v_free"_a, "guidance"_a, "carried"_a, "share"_a);
 }
 
 }  // namespace
@@ -585,7 +739,11 @@ PYBIND11_MODULE(_C, m) {
     m.def("fill_results", [](bool fill) { geoflow::fill_results = fill; }, "fill"_a);
     m.def("caches", [] { return std::array<std::int64_t, 3>{geoflow::caches().first, geoflow::caches().second, geoflow::caches().shared}; });
     bind_adaln(m);
-    bind_network(m);
+    bind_swiglu(m);
+    bind_gate_residual(m);
+    bind_flow_loss(m);
+    bind_keep_mask(m);
+    bind_segments(m, geoflow::network_kernels());
     bind_solver(m);
     bind_interpolant(m);
     bind_noise(m);

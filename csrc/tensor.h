@@ -218,6 +218,14 @@ const T* optional_vector(const Tensor& x, const char* name, std::int64_t count) 
     return x.is_none() ? nullptr : vector<T>(x, name, count);
 }
 
+// `count` float32 numbers at any distance from each other, as rows of one number.
+inline RowsView column(const Tensor& x, const char* name, std::int64_t count) {
+    const dlpack::View& view = x.view_as<float>(name);
+    if (view.dimensions != 1 || view.shape[0] != count)
+        throw py::value_error(std::string(name) + " must be [" + std::to_string(count) + "], got " + text_of(view.shape, view.dimensions));
+    return {data_of<float>(view), stride_of(view, 0)};
+}
+
 // Refuses another shape than that of `like`.
 inline void check_shape(const Tensor& x, const char* name, const Tensor& like, const char* like_name) {
     const dlpack::View &seen = x.view(name), &wanted = like.view(like_name);

@@ -59,8 +59,3 @@ def beside_groups(group: Tensor, rows: Tensor) -> Pair:
     """`rows` [R, H] as [G, R/G, H] and `group` [G, H] as [G, 1, H]: row r belongs to group r // (R/G)."""
     per_group = -1 if group.shape[0] else 0
     return rows.reshape(group.shape[0], per_group, rows.shape[-1]), group.unsqueeze(1)
-
-
-def sum_groups(x: Tensor, groups: int) -> Tensor:
-    """Sums over the rows [R, H] of each group: [G, H]."""
-    return x if len(x) == groups else x.view(groups, -1, x.shape[1]).sum(1)

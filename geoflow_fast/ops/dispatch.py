@@ -189,7 +189,7 @@ def operation(
     overload = declare(name)
     if differentiable:
         values = None if _BELOW_AUTOGRAD is not None else declare(f"{name}_values")
-        kernel = _differentiating(overload, values, tensors, twin, derivatives)
+        kernel = _differentiating(overload, values, tensors, twin, derivatives, part_of is None)
         LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
 
     def call(*inputs: Any) -> Any:
@@ -197,9 +197,11 @@ def operation(
             return twin(*inputs)
         try:
             return overload(*inputs)
-        except RuntimeError:
+        except RuntimeError:  # torch could not read an argument: which one is found here
+            if not isinstance(inputs[-1], str):
+                raise TypeError(f"backend must be a name, got {inputs[-1]!r}") from None
             if check is not None:
-                check(*inputs[:-1])  # its error names the argument that torch could not read
+                check(*inputs[:-1])
             raise
 
     return call
@@ -231,9 +233,11 @@ def _differentiating(
     tensors: tuple[int, ...],
     twin: Callable[..., Any],
     derivatives: type[Derivatives] | None,
+    public: bool,
 ) -> Callable[..., Any]:
     """The kernel of an operation for the dispatcher's key "Autograd": it passes values on, and takes derivatives where
-    they are wanted, those of `twin` in forward mode."""
+    they are wanted, those of `twin` in forward mode and where there are no others, unless another backend was named in
+    a call of a `public` operation."""
 
     def below(keys: Any, inputs: tuple[Any, ...]) -> Any:
         return overload.redispatch(keys & _BELOW_AUTOGRAD, *inputs) if values is None else values(*inputs)
@@ -256,6 +260,10 @@ def _differentiating(
         else:
             return below(keys, inputs)
         if function is None:
+            if public and inputs[-1] not in ("auto", "reference"):
+                raise ValueError(
+                    f"{overload._opname}: backend {inputs[-1]!r} has no gradient; use 'reference' or detach the inputs"
+                )
             return twin(*inputs)
         if _interpreters is not None and not transformed():
             return function.apply(*inputs, keys)

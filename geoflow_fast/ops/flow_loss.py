@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from geoflow_fast.directions import Direction, check_codes
 from geoflow_fast.geometry import capturing, tangent_part
 from geoflow_fast.ops import dispatch, native
-from geoflow_fast.ops.arguments import Pair, check_floating, check_shape, working_dtype
-from geoflow_fast.ops.native import Extent
+from geoflow_fast.ops.arguments import check_floating, check_shape, working_dtype
 from geoflow_fast.ops.triton_kernels import WIDEST_ROW, fused_operation
 from geoflow_fast.runtime import checks
 
@@ -37,6 +37,19 @@ def flow_loss(
     a given stream does not count. The network's output need not be tangent: only its tangent part enters the loss, and
     the gradient is tangent. Both results are differentiable in the two velocities, but not in targets and points.
     """
+    losses: Tensor = _forward(v_image, v_text, target_image, target_text, image, text, direction, backend)
+    return losses.mean(), losses
+
+
+def _check(
+    v_image: Tensor,
+    v_text: Tensor,
+    target_image: Tensor,
+    target_text: Tensor,
+    image: Tensor,
+    text: Tensor,
+    direction: Tensor,
+) -> None:
     check_floating(
         v_image=v_image, v_text=v_text, target_image=target_image, target_text=target_text, image=image, text=text
     )
@@ -56,11 +69,8 @@ def flow_loss(
     if rows == 0:
         raise ValueError("flow_loss needs at least one row")
     # On a GPU the check would wait for the device in every training step.
-    if direction.device.type == "cpu" and not capturing(direction):
+    if direction.device.type == "cpu" and not (capturing(direction) or is_fake(direction)):
         check_codes(direction)
-    fixed = target_image.detach(), target_text.detach(), image.detach(), text.detach()
-    losses: Tensor = _forward(v_image, v_text, *fixed, direction, str(backend))
-    return losses.mean(), losses
 
 
 # ---- plain torch ---------------------------------------------------------------------------------------------------
@@ -108,79 +118,7 @@ def flow_loss_backward_reference(
 
 def _tangent_error(velocity: Tensor, target: Tensor, point: Tensor) -> Tensor:
     work = working_dtype(velocity)
-    return tangent_part(point.to(work), velocity.to(work) - target.to(work))
-
-
-# ---- compiled C++ --------------------------------------------------------------------------------------------------
-
-_KERNEL = native.Kernel(
-    "flow_loss",
-    generated=Extent.ROW_MASK,
-    v=Extent.ROWS,
-    target=Extent.ROWS,
-    x=Extent.ROWS,
-    loss=Extent.COLUMN,
-)
-_BACKWARD_KERNEL = native.Kernel(
-    "flow_loss_backward",
-    generated=Extent.ROW_MASK,
-    grad=Extent.COLUMN,
-    v=Extent.ROWS,
-    target=Extent.ROWS,
-    x=Extent.ROWS,
-    d_v=Extent.ROWS,
-)
-
-
-def _cpu(
-    v_image: Tensor,
-    v_text: Tensor,
-    target_image: Tensor,
-    target_text: Tensor,
-    image: Tensor,
-    text: Tensor,
-    direction: Tensor,
-) -> Tensor:
-    loss = native.empty_rows(len(direction), 1).zero_()
-    streams = zip((v_image, v_text), (target_image, target_text), (image, text), GIVEN)
-    for velocity, target, point, given in streams:
-        _KERNEL.run(
-            *velocity.shape,
-            generated=direction != given,
-            v=native.float_rows(velocity),
-            target=native.float_rows(target),
-            x=native.float_rows(point),
-            loss=loss,
-        )
-    return loss.squeeze(1)
-
-
-def _cpu_backward(
-    grad: Tensor,
-    v_image: Tensor,
-    v_text: Tensor,
-    target_image: Tensor,
-    target_text: Tensor,
-    image: Tensor,
-    text: Tensor,
-    direction: Tensor,
-) -> Pair:
-    column = native.float_rows(grad.unsqueeze(1))
-    gradients = []
-    streams = zip((v_image, v_text), (target_image, target_text), (image, text), GIVEN)
-    for velocity, target, point, given in streams:
-        d_v = native.empty_rows(*velocity.shape)
-        _BACKWARD_KERNEL.run(
-            *velocity.shape,
-            generated=direction != given,
-            grad=column,
-            v=native.float_rows(velocity),
-            target=native.float_rows(target),
-            x=native.float_rows(point),
-            d_v=d_v,
-        )
-        gradients.append(d_v.to(velocity.dtype))
-    return gradients[0], gradients[1]
+    return tangent_part(point.detach().to(work), velocity.to(work) - target.detach().to(work))
 
 
 # ---- declarations --------------------------------------------------------------------------------------------------
@@ -201,7 +139,8 @@ _forward = fused_operation(
     "network",
     "flow_loss",
     flow_loss_reference,
-    _cpu,
+    native.bound("flow_loss"),
+    check=_check,
     widest=WIDEST_ROW,
     derivatives=_Derivatives,
     rowwise=True,
@@ -210,7 +149,7 @@ _backward = fused_operation(
     "network",
     "flow_loss_backward",
     flow_loss_backward_reference,
-    _cpu_backward,
+    native.bound("flow_loss_backward", like=(1, 2)),
     widest=WIDEST_ROW,
     rowwise=True,
     part_of="flow_loss",

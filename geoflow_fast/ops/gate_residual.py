@@ -14,10 +14,8 @@ from geoflow_fast.ops.arguments import (
     check_shape,
     groups_of,
     rows_of,
-    sum_groups,
     working_dtype,
 )
-from geoflow_fast.ops.native import Extent
 from geoflow_fast.ops.triton_kernels import fused_operation
 
 
@@ -38,28 +36,31 @@ def gate_residual(
     drops the branch where it is false and scales the rest by 1 / (1 - dropout). Differentiable in the first four
     arguments, in reverse and forward mode.
     """
-    rows, gate_rows, value_rows, scale = _check(residual, gate, value, layer_scale)
-    if not 0.0 <= dropout < 1.0:
-        raise ValueError(f"dropout must be in [0, 1), got {dropout}")
-    if keep is not None:
-        check_shape(residual.shape, "residual", keep=keep)
-        if keep.dtype != torch.bool or keep.device != residual.device:
-            raise TypeError(f"keep must be bool on {residual.device}, got {keep.dtype} on {keep.device}")
-        keep = rows_of(keep)
-    if rows.numel() == 0:
-        return residual + 0 * (value + layer_scale.sum())
-    y: Tensor = gate_residual_rows(rows, gate_rows, value_rows, scale, keep, dropout, str(backend))
+    rows, gate_rows, value_rows, scale = _check(residual, gate, value, layer_scale, keep, dropout)
+    kept = None if keep is None else rows_of(keep)
+    y: Tensor = gate_residual_rows(rows, gate_rows, value_rows, scale, kept, dropout, backend)
     return y.view(residual.shape)
 
 
 def _check(
-    residual: Tensor, gate: Tensor | None, value: Tensor, layer_scale: Tensor
+    residual: Tensor,
+    gate: Tensor | None,
+    value: Tensor,
+    layer_scale: Tensor,
+    keep: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """`residual`, `gate` and `value` as rows [R, H], and `layer_scale` as groups [G, H]."""
     check_floating(("gate",), residual=residual, gate=gate, value=value, layer_scale=layer_scale)
     if residual.dim() < 1 or residual.shape[-1] == 0:
         raise ValueError(f"residual must have at least one column, got {tuple(residual.shape)}")
     check_shape(residual.shape, "residual", gate=gate, value=value)
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"dropout must be in [0, 1), got {dropout}")
+    if keep is not None:
+        check_shape(residual.shape, "residual", keep=keep)
+        if keep.dtype != torch.bool or keep.device != residual.device:
+            raise TypeError(f"keep must be bool on {residual.device}, got {keep.dtype} on {keep.device}")
     rows = rows_of(residual)
     scale = groups_of(layer_scale, "layer_scale", rows)
     return rows, None if gate is None else rows_of(gate), rows_of(value), scale
@@ -108,81 +109,6 @@ def _branch(gate: Tensor | None, value: Tensor, keep: Tensor | None, dropout: fl
     return branch if keep is None else branch * keep * (1 / (1 - dropout))
 
 
-# ---- compiled C++ --------------------------------------------------------------------------------------------------
-
-_KERNEL = native.Kernel(
-    "gate_residual",
-    optional=(("gate",), ("keep",)),
-    factor=None,
-    residual=Extent.ROWS,
-    gate=Extent.ROWS,
-    value=Extent.ROWS,
-    layer_scale=Extent.GROUPS,
-    keep=Extent.MASK,
-    y=Extent.ROWS,
-)
-_BACKWARD_KERNEL = native.Kernel(
-    "gate_residual_backward",
-    optional=(("gate", "d_gate"), ("keep",)),
-    factor=None,
-    grad=Extent.ROWS,
-    gate=Extent.ROWS,
-    value=Extent.ROWS,
-    layer_scale=Extent.GROUPS,
-    keep=Extent.MASK,
-    d_gate=Extent.ROWS,
-    d_value=Extent.ROWS,
-    partial=Extent.PARTIAL_SUMS,
-)
-
-
-def _cpu(
-    residual: Tensor, gate: Tensor | None, value: Tensor, layer_scale: Tensor, keep: Tensor | None, dropout: float
-) -> Tensor:
-    rows, width = residual.shape
-    y = native.empty_rows(rows, width)
-    _KERNEL.run(
-        rows,
-        width,
-        rows // len(layer_scale),
-        factor=1 / (1 - dropout),
-        residual=native.float_rows(residual),
-        gate=None if gate is None else native.float_rows(gate),
-        value=native.float_rows(value),
-        layer_scale=native.float_rows(layer_scale),
-        keep=None if keep is None else keep.contiguous(),
-        y=y,
-    )
-    return y
-
-
-def _cpu_backward(
-    grad: Tensor, gate: Tensor | None, value: Tensor, layer_scale: Tensor, keep: Tensor | None, dropout: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    (rows, width), groups = value.shape, len(layer_scale)
-    blocks = -(-(rows // groups) // native.reduction_rows())
-    d_gate = None if gate is None else native.empty_rows(rows, width)
-    d_value, partial = native.empty_rows(rows, width), native.empty_rows(groups * blocks, width)
-    _BACKWARD_KERNEL.run(
-        rows,
-        width,
-        rows // groups,
-        factor=1 / (1 - dropout),
-        grad=native.float_rows(grad),
-        gate=None if gate is None else native.float_rows(gate),
-        value=native.float_rows(value),
-        layer_scale=native.float_rows(layer_scale),
-        keep=None if keep is None else keep.contiguous(),
-        d_gate=d_gate,
-        d_value=d_value,
-        partial=partial,
-    )
-    d_layer_scale = sum_groups(partial, groups).to(layer_scale.dtype)
-    if gate is None or d_gate is None:
-        return value.new_empty(0), d_value.to(value.dtype), d_layer_scale
-    return d_gate.to(gate.dtype), d_value.to(value.dtype), d_layer_scale
-
-
 # ---- declarations --------------------------------------------------------------------------------------------------
 
 
@@ -200,14 +126,20 @@ class _Derivatives(dispatch.Derivatives):
 
 
 gate_residual_rows = fused_operation(
-    "network", "gate_residual", gate_residual_reference, _cpu, derivatives=_Derivatives, rowwise=True
+    "network",
+    "gate_residual",
+    gate_residual_reference,
+    native.bound("gate_residual"),
+    check=_check,
+    derivatives=_Derivatives,
+    rowwise=True,
 )
-"""`gate_residual` of rows as the reference takes them, unchecked; the last argument is the name of a backend."""
+"""`gate_residual` of rows as the reference takes them; the last argument is the name of a backend."""
 _backward = fused_operation(
     "network",
     "gate_residual_backward",
     gate_residual_backward_reference,
-    _cpu_backward,
+    native.bound("gate_residual_backward", like=(1, 2, 3)),
     rowwise=True,
     part_of="gate_residual",
 )

@@ -30,10 +30,16 @@ def keep_mask_reference(like: Tensor, share: float) -> Tensor:
     return torch.empty(like.shape, dtype=torch.bool, device=like.device).bernoulli_(1 - share)
 
 
+def _cpu(like: Tensor, share: float) -> Tensor:
+    seed = int(torch.randint(2**32, (), device="cpu"))
+    mask: Tensor = native.required().keep_mask(like.shape, share, seed)
+    return mask
+
+
 _draw = dispatch.operation(
     "keep_mask",
     keep_mask_reference,
-    cpu=native.backend(native.keep_mask, dtypes=None),
+    cpu=native.backend(_cpu, dtypes=None),
     differentiable=False,
     tags=(torch.Tag.nondeterministic_seeded,),
 )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +26,6 @@ def masked_interpolant(
     *,
     drop: Tensor | None = None,
     backend: str = "auto",
-    out: FourStreams | None = None,
     check: bool = True,
 ) -> FourStreams:
     """Inputs and targets of masked flow matching: (image_t, text_t, v_image, v_text).
@@ -40,76 +37,55 @@ def masked_interpolant(
     guidance dropout, whose given stream is replaced by its noise; joint rows ignore it.
 
     `check=False` is for values that are known to be right: it leaves out the checks of rows, times and directions, for
-    which a GPU has to be waited for. `out`: four tensors to write the results to, which saves allocations in a loop.
-    Differentiable in the four points through the reference backend, which is used whenever a gradient is required.
+    which a GPU has to be waited for. Differentiable in the four points through the reference backend, which is used
+    whenever a gradient is required.
     """
-    inputs = (image0, text0, image1, text1)
-    _check(inputs, t, direction, drop, values=check)
-    wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, t))
-    if wants_gradient:
-        if backend not in ("auto", "reference"):
-            raise ValueError(f"masked_interpolant: backend {backend!r} has no gradient; use 'reference' or detach")
-        backend = "reference"
-    times = t.to(image0.dtype)
-    if out is None:
-        streams: FourStreams = _forward(*inputs, times, direction, drop, check, str(backend))
-        return streams
-    if wants_gradient:
-        raise ValueError("out= cannot be combined with inputs that require a gradient")
-    _check_out(inputs, out)
-    dispatch.choose("masked_interpolant", image0, backend, inputs)(*inputs, times, direction, drop, check, out=out)
-    return out
+    streams: FourStreams = _forward(image0, text0, image1, text1, t, direction, drop, bool(check), backend)
+    return streams
 
 
-def _check(inputs: FourStreams, t: Tensor, direction: Tensor, drop: Tensor | None, *, values: bool) -> None:
-    """Shapes, dtypes, devices and, with `values`, ranges; the rows themselves are checked while they are read."""
-    names = ("image0", "text0", "image1", "text1")
-    first = inputs[0]
+def _check(
+    image0: Tensor,
+    text0: Tensor,
+    image1: Tensor,
+    text1: Tensor,
+    t: Tensor,
+    direction: Tensor,
+    drop: Tensor | None,
+    check: bool,  # noqa: ARG001
+) -> None:
+    """Shapes, dtypes and devices."""
+    inputs, names = (image0, text0, image1, text1), ("image0", "text0", "image1", "text1")
     for name, x in zip((*names, "t", "direction"), (*inputs, t, direction)):
-        if checks.dense(x, name).device != first.device:
-            raise ValueError(f"{name} is on {x.device}, but image0 is on {first.device}")
-    for name, x, twin in zip(names, inputs, (inputs[0], inputs[1]) * 2):
+        if checks.dense(x, name).device != image0.device:
+            raise ValueError(f"{name} is on {x.device}, but image0 is on {image0.device}")
+    for name, x, twin in zip(names, inputs, (image0, text0) * 2):
         eps(x.dtype)
-        if x.dtype != first.dtype:
-            raise TypeError(f"{name} is {x.dtype}, but image0 is {first.dtype}")
-        if x.dim() != 2 or twin.dim() != 2 or x.shape != (len(first), twin.shape[1]) or x.shape[1] < 2:
+        if x.dtype != image0.dtype:
+            raise TypeError(f"{name} is {x.dtype}, but image0 is {image0.dtype}")
+        if x.dim() != 2 or twin.dim() != 2 or x.shape != (len(image0), twin.shape[1]) or x.shape[1] < 2:
             raise ValueError(f"{name} must be [B, d] with d >= 2 and shaped as its twin, got {tuple(x.shape)}")
-    rows = first.shape[0]
+    rows = image0.shape[0]
     if not t.is_floating_point() or t.shape != (rows,):
         raise ValueError(f"t must be a floating-point tensor of shape [{rows}], got {t.dtype} {tuple(t.shape)}")
     if direction.dtype != torch.int8 or direction.shape != (rows,):
         raise ValueError(f"direction must be int8 of shape [{rows}], got {direction.dtype} {tuple(direction.shape)}")
-    if values and not (capturing(direction) or direction.is_meta):
-        check_codes(direction)
-    if values and not capturing(t) and bool((outside := ~((t >= 0) & (t <= 1))).any()):
-        row = int(outside.nonzero()[0])
-        raise ValueError(f"t row {row} is {float(t[row]):.6g}, outside [0, 1]")
     if drop is None:
         return
     checks.dense(drop, "drop")
-    if drop.dtype != torch.bool or drop.shape != (rows,) or drop.device != first.device:
-        raise ValueError(f"drop must be bool of shape [{rows}] on {first.device}, got {drop.dtype} {tuple(drop.shape)}")
+    if drop.dtype != torch.bool or drop.shape != (rows,) or drop.device != image0.device:
+        raise ValueError(
+            f"drop must be bool of shape [{rows}] on {image0.device}, got {drop.dtype} {tuple(drop.shape)}"
+        )
 
 
-def _check_out(inputs: FourStreams, out: FourStreams) -> None:
-    if len(out) != 4 or len({id(x) for x in out}) != 4:
-        raise ValueError(f"out needs four different tensors (image_t, text_t, v_image, v_text), got {len(out)}")
-    for name, target, like in zip(("image_t", "text_t", "v_image", "v_text"), out, inputs[:2] * 2):
-        if target.shape != like.shape or target.dtype != like.dtype or target.device != like.device:
-            raise ValueError(f"out: {name} must be {like.dtype} {tuple(like.shape)} on {like.device}")
-        if not target.is_contiguous():
-            raise ValueError(f"out: {name} must be contiguous")
-        others = [x for x in out if x is not target]
-        if any(_overlap(target, other) for other in (*inputs, *others)):
-            raise ValueError(f"out: {name} shares memory with an input or another output")
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether the memory between the first and the last element of `a` meets that of `b`."""
-    if not a.numel() or not b.numel():
-        return False
-    ends = [x.data_ptr() + x.element_size() * sum((n - 1) * s for n, s in zip(x.shape, x.stride())) for x in (a, b)]
-    return a.data_ptr() <= ends[1] and b.data_ptr() <= ends[0]
+def _check_times_and_directions(t: Tensor, direction: Tensor) -> None:
+    if capturing(t) or capturing(direction) or direction.is_meta or is_fake(direction):
+        return
+    check_codes(direction)
+    if bool((outside := ~((t >= 0) & (t <= 1))).any()):
+        row = int(outside.nonzero()[0])
+        raise ValueError(f"t row {row} is {float(t[row]):.6g}, outside [0, 1]")
 
 
 # ---- plain torch ---------------------------------------------------------------------------------------------------
@@ -137,8 +113,10 @@ def masked_interpolant_operation(
     drop: Tensor | None,
     check: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`masked_interpolant_reference`; unless `check`, rows are not looked at."""
-    inputs = image0, text0, image1, text1, t, direction, drop
+    """`masked_interpolant_reference`; unless `check`, rows, times and directions are not looked at."""
+    if check:
+        _check_times_and_directions(t, direction)
+    inputs = image0, text0, image1, text1, t.to(image0.dtype), direction, drop
     return masked_interpolant_reference(*inputs) if check else _both_streams(*inputs)
 
 
@@ -175,57 +153,71 @@ def _check_shown_rows(
             check_rows(x, name)
 
 
-# ---- fused ---------------------------------------------------------------------------------------------------------
+# ---- compiled C++ and Triton ---------------------------------------------------------------------------------------
 
 
-def _fused(kernel: Callable[..., int]) -> Callable[..., FourStreams]:
-    """A backend that runs `kernel` on contiguous tensors; it returns the first row that is off the sphere, or -1."""
-
-    def run(
-        image0: Tensor,
-        text0: Tensor,
-        image1: Tensor,
-        text1: Tensor,
-        t: Tensor,
-        direction: Tensor,
-        drop: Tensor | None,
-        check: bool,
-        *,
-        out: FourStreams | None = None,
-    ) -> FourStreams:
-        inputs = [x.detach().contiguous() for x in (image0, text0, image1, text1)]
-        image_t, text_t, v_image, v_text = out or tuple(torch.empty_like(x) for x in inputs[:2] * 2)
-        bad_row = kernel(
-            (inputs[0], inputs[1]),
-            (inputs[2], inputs[3]),
-            t.detach().contiguous(),
-            direction.contiguous(),
-            drop if drop is None else drop.contiguous(),
-            (image_t, text_t),
-            (v_image, v_text),
-            UNIT_TOLERANCE,
-            check,
+def _cpu(
+    image0: Tensor,
+    text0: Tensor,
+    image1: Tensor,
+    text1: Tensor,
+    t: Tensor,
+    direction: Tensor,
+    drop: Tensor | None,
+    check: bool,
+) -> FourStreams:
+    points = [x.contiguous() for x in (image0, text0, image1, text1)]
+    dropped = None if drop is None else drop.contiguous()
+    module = native.required()
+    try:
+        results: FourStreams = module.masked_interpolant(
+            *points, t.to(image0.dtype).contiguous(), direction.contiguous(), dropped, check, UNIT_TOLERANCE
         )
-        if bad_row >= 0:
-            _check_shown_rows(image0, text0, image1, text1, direction, drop)
-            raise ValueError(f"row {bad_row} holds a point that is not on the unit sphere")
-        return image_t, text_t, v_image, v_text
-
-    return run
-
-
-def _compiled(*arguments: Any) -> int:
-    """The compiled kernel checks rows while it reads them, at no cost; `check` only says whether that counts."""
-    bad_row = native.masked_interpolant(*arguments[:-1])
-    return bad_row if arguments[-1] else -1
+        return results
+    except module.NotServed:
+        _check_times_and_directions(t, direction)
+        _check_shown_rows(image0, text0, image1, text1, direction, drop)
+        raise
 
 
-_triton = triton_kernels.backend("geodesic", "masked_interpolant", (torch.float32,), triton_kernels.WIDEST_ROW)
+def _triton(
+    image0: Tensor,
+    text0: Tensor,
+    image1: Tensor,
+    text1: Tensor,
+    t: Tensor,
+    direction: Tensor,
+    drop: Tensor | None,
+    check: bool,
+) -> FourStreams:
+    if check:
+        _check_times_and_directions(t, direction)
+    noise, data = (image0.contiguous(), text0.contiguous()), (image1.contiguous(), text1.contiguous())
+    image_t, text_t, v_image, v_text = (torch.empty_like(x) for x in noise * 2)
+    bad_row = _KERNEL.function(
+        noise,
+        data,
+        t.to(image0.dtype).contiguous(),
+        direction.contiguous(),
+        drop if drop is None else drop.contiguous(),
+        (image_t, text_t),
+        (v_image, v_text),
+        UNIT_TOLERANCE,
+        check,
+    )
+    if bad_row >= 0:
+        _check_shown_rows(image0, text0, image1, text1, direction, drop)
+        raise ValueError(f"row {bad_row} holds a point that is not on the unit sphere")
+    return image_t, text_t, v_image, v_text
+
+
+_KERNEL = triton_kernels.backend("geodesic", "masked_interpolant", (torch.float32,), triton_kernels.WIDEST_ROW)
 _forward = dispatch.operation(
     "masked_interpolant",
     masked_interpolant_operation,
-    cpu=native.backend(_fused(_compiled), dtypes=None),
-    triton=dataclasses.replace(_triton, function=_fused(_triton.function)),
+    check=_check,
+    cpu=native.backend(_cpu, dtypes=None),
+    triton=dataclasses.replace(_KERNEL, function=_triton),
     fake=lambda image0, text0, *_: tuple(torch.empty_like(x) for x in (image0, text0, image0, text0)),
     rowwise=True,
 )

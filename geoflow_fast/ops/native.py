@@ -10,9 +10,8 @@ import importlib
 import math
 import sys
 from collections.abc import Callable
-from enum import IntEnum
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.utils.dlpack
@@ -70,7 +69,7 @@ def missing() -> str | None:
 
 def one_thread_only() -> str | None:
     """Why the compiled CPU code runs on one thread; None if it does not."""
-    if _built().openmp():
+    if required().openmp():
         return None
     return "built without OpenMP, so compiled operations run on one thread; reinstall with libomp"
 
@@ -96,12 +95,14 @@ def bound(
     arguments whose dtypes the results have, if there are several."""
 
     def call(*inputs: Any) -> Any:
-        module = _built()
+        module = required()
         try:
             return getattr(module, name)(*inputs)
         except module.NotServed:
             results = getattr(module, name)(*map(_dense, inputs))
-        return results if like is None else tuple(x.to(inputs[k].dtype) for x, k in zip(results, like, strict=True))
+        if like is None:
+            return results
+        return tuple(x if inputs[k] is None else x.to(inputs[k].dtype) for x, k in zip(results, like, strict=True))
 
     return Backend(call, ("cpu",), missing, dtypes, bound=name, extension=lambda: extension())
 
@@ -117,7 +118,7 @@ def cuda_backend(function: Callable[..., Any]) -> Backend:
     return Backend(function, cuda_devices, missing_cuda)
 
 
-def _built() -> ModuleType:
+def required() -> ModuleType:
     """The compiled extension; an error if it is missing."""
     module = extension()
     if module is None:
@@ -141,37 +142,37 @@ def _most_threads() -> int | None:
 def isa() -> str:
     """Name of the instruction set whose kernels run: the best that the processor has, or the one that GEOFLOW_ISA
     names."""
-    return str(_built().isa())
+    return str(required().isa())
 
 
 def supported_isas() -> list[str]:
     """Names that GEOFLOW_ISA may have on this processor, the best last."""
-    return list(_built().supported_isas())
+    return list(required().supported_isas())
 
 
 def caches() -> tuple[int, int, int]:
     """Bytes of the data caches by which kernels cut their tiles: two of a core, and what cores share."""
-    first, second, shared = _built().caches()
+    first, second, shared = required().caches()
     return first, second, shared
 
 
 def mkl_is_narrow() -> bool:
     """Whether MKL, with which torch multiplies float32 matrices, leaves half of this processor's width unused."""
-    return bool(_built().mkl_is_narrow())
+    return bool(required().mkl_is_narrow())
 
 
 def missing_bfloat16() -> str | None:
     """Why the compiled code cannot multiply in bfloat16; None if it can."""
     if extension() is None:
         return missing()
-    return None if _built().has_bfloat16() else f"the kernels for {isa()} have no bfloat16 unit (AVX512-BF16)"
+    return None if required().has_bfloat16() else f"the kernels for {isa()} have no bfloat16 unit (AVX512-BF16)"
 
 
 def missing_int8() -> str | None:
     """Why the compiled code cannot multiply in int8; None if it can."""
     if extension() is None:
         return missing()
-    return None if _built().has_int8() else f"the kernels for {isa()} have no int8 unit (AVX512-VNNI)"
+    return None if required().has_int8() else f"the kernels for {isa()} have no int8 unit (AVX512-VNNI)"
 
 
 STORAGES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -190,53 +191,12 @@ def _address(x: Tensor, name: str, dtype: torch.dtype, *, device: str = "cpu", w
     return x.data_ptr()
 
 
-def masked_interpolant(
-    noise: tuple[Tensor, Tensor],
-    data: tuple[Tensor, Tensor],
-    t: Tensor,
-    direction: Tensor,
-    drop: Tensor | None,
-    point: tuple[Tensor, Tensor],
-    velocity: tuple[Tensor, Tensor],
-    tolerance: float,
-) -> int:
-    """Fills `point` and `velocity` (image, text); returns the first row that is not unit within `tolerance`, or -1."""
-    rows, widths = t.numel(), [x.shape[1] for x in noise]
-    dtype = noise[0].dtype
-    if dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"masked_interpolant works in float32 and float64, not {dtype}")
-    addresses = {"t": _address(t, "t", dtype), "direction": _address(direction, "direction", torch.int8), "drop": 0}
-    for k, stream in enumerate(("image", "text")):
-        parts = {f"{stream}0": noise[k], f"{stream}1": data[k], f"{stream}_t": point[k], f"v_{stream}": velocity[k]}
-        for name, part in parts.items():
-            addresses[name] = _address(part, name, dtype)
-            if part.shape != (rows, widths[k]):
-                raise ValueError(f"{name} has shape {tuple(part.shape)}, expected {(rows, widths[k])}")
-    if direction.numel() != rows:
-        raise ValueError(f"direction has {direction.numel()} entries for {rows} rows")
-    if drop is not None:
-        addresses["drop"] = _address(drop, "drop", torch.bool)
-        if drop.numel() != rows:
-            raise ValueError(f"drop has {drop.numel()} entries for {rows} rows")
-    return int(
-        _built().masked_interpolant(
-            is_double=dtype == torch.float64,
-            image_width=widths[0],
-            text_width=widths[1],
-            rows=rows,
-            **addresses,
-            tolerance=tolerance,
-            threads=usable_threads(),
-        )
-    )
-
-
 def counter_noise(numbers: Tensor, width: int, seed: int, step: int, stream: int, unit: bool) -> Tensor:
     """See `counter_noise_reference` of ops/counter_noise.py."""
     numbers = numbers.contiguous()
     out = torch.empty(len(numbers), width, dtype=torch.float32, device="cpu")
     rows = _address(numbers, "numbers", torch.int64), len(numbers)
-    _built().counter_noise(*rows, width, seed % 2**64, step, stream, unit, out.data_ptr(), usable_threads())
+    required().counter_noise(*rows, width, seed % 2**64, step, stream, unit, out.data_ptr(), usable_threads())
     return out
 
 
@@ -252,10 +212,10 @@ class TransportMatrix:
     def __init__(self, rows: int, cols: int, storage: torch.dtype):
         if storage not in (torch.float32, torch.float16):
             raise TypeError(f"storage must be float32 or float16, not {storage}")
-        leading = _built().OT_LEADING
+        leading = required().OT_LEADING
         self._elements = torch.empty(rows, -(-cols // leading) * leading, dtype=storage, device="cpu")
         self._shape, self.storage = (rows, cols), storage
-        self._matrix = _built().OtMatrix(self._elements.data_ptr(), rows, cols, storage == torch.float16)
+        self._matrix = required().OtMatrix(self._elements.data_ptr(), rows, cols, storage == torch.float16)
 
     @property
     def in_kernel_domain(self) -> bool:
@@ -284,7 +244,7 @@ class TransportMatrix:
         self._matrix.kernel = kernel_eps is not None
         self._matrix.centre, self._matrix.eps = 0.0, kernel_eps or 1.0
         factors = [self._factor(*pair, weight) for pair, weight in zip((image, text), weights)]
-        low, high = _built().ot_build(self._matrix, *factors, arc=arc, bfloat16=bfloat16, threads=usable_threads())
+        low, high = required().ot_build(self._matrix, *factors, arc=arc, bfloat16=bfloat16, threads=usable_threads())
         return low, high
 
     def resolve(
@@ -303,7 +263,7 @@ class TransportMatrix:
         index = torch.empty(self._shape[0], dtype=torch.int64, device="cpu")
         addresses = {"g": _address(g, "g", torch.float64), "index": index.data_ptr()}
         threads = usable_threads()
-        _built().ot_resolve(self._matrix, *factors, arc=arc, eps=eps, margin=margin, threads=threads, **addresses)
+        required().ot_resolve(self._matrix, *factors, arc=arc, eps=eps, margin=margin, threads=threads, **addresses)
         return index
 
     def _factor(self, noise: Tensor, data: Tensor, weight: float) -> Any:
@@ -313,7 +273,7 @@ class TransportMatrix:
         if data.shape != (cols, width) or noise.shape != (rows, width):
             raise ValueError(f"noise {tuple(noise.shape)} and data {tuple(data.shape)} do not fit {self._shape}")
         addresses = {"noise": _address(noise, "noise", torch.float32), "data": _address(data, "data", torch.float32)}
-        return _built().OtFactor(**addresses, dim=width, weight=weight)
+        return required().OtFactor(**addresses, dim=width, weight=weight)
 
     def load(self, cost: Tensor, offset: float) -> tuple[float, float]:
         """Fills the matrix with S = offset - cost [rows, cols]; returns its extremes, infinite if one entry is bad."""
@@ -321,7 +281,7 @@ class TransportMatrix:
         if cost.shape != self._shape:
             raise ValueError(f"cost has shape {tuple(cost.shape)}, expected {self._shape}")
         self._matrix.kernel = False
-        low, high = _built().ot_import(self._matrix, address, offset, usable_threads())
+        low, high = required().ot_import(self._matrix, address, offset, usable_threads())
         return low, high
 
     def enter_kernel(self, centre: float, eps: float) -> None:
@@ -329,20 +289,20 @@ class TransportMatrix:
         if self.in_kernel_domain:
             raise ValueError("the matrix is in the kernel domain already")
         self._matrix.centre, self._matrix.eps = centre, eps
-        _built().ot_change_domain(self._matrix, usable_threads())
+        required().ot_change_domain(self._matrix, usable_threads())
         self._matrix.kernel = True
 
     def leave_kernel(self) -> None:
         """Back to scores, in place."""
         if not self.in_kernel_domain:
             raise ValueError("the matrix is not in the kernel domain")
-        _built().ot_change_domain(self._matrix, usable_threads())
+        required().ot_change_domain(self._matrix, usable_threads())
         self._matrix.kernel = False
 
     def iterate(self, f: Tensor, g: Tensor, eps: float, tol: float, max_iter: int) -> tuple[int, int, float]:
         """Sinkhorn iterations, updating `f` and `g` in place: (outcome, iterations, column violation)."""
         self._check_potentials(f=f, g=g)
-        outcome, iterations, error = _built().ot_iterate(
+        outcome, iterations, error = required().ot_iterate(
             self._matrix, eps, tol, max_iter, f.data_ptr(), g.data_ptr(), usable_threads()
         )
         return outcome, iterations, error
@@ -352,7 +312,7 @@ class TransportMatrix:
         place. None where the kernel domain cannot hold them."""
         self._check_potentials(f=f, g=g)
         sums = torch.empty_like(g)
-        fine = _built().ot_panel_pass(
+        fine = required().ot_panel_pass(
             self._matrix, eps, total_rows, f.data_ptr(), g.data_ptr(), sums.data_ptr(), usable_threads()
         )
         return sums if fine else None
@@ -365,14 +325,14 @@ class TransportMatrix:
         if uniform is not None and uniform.numel() != self._shape[0]:
             raise ValueError(f"uniform has {uniform.numel()} entries for {self._shape[0]} rows")
         threads = usable_threads()
-        _built().ot_read_out(self._matrix, eps, 0, g.data_ptr(), drawn_at, index.data_ptr(), threads)
+        required().ot_read_out(self._matrix, eps, 0, g.data_ptr(), drawn_at, index.data_ptr(), threads)
         return index
 
     def mean_score(self, f: Tensor, g: Tensor, eps: float) -> float:
         """sum_ij P_ij S_ij."""
         self._check_potentials(f=f, g=g)
         threads = usable_threads()
-        return float(_built().ot_read_out(self._matrix, eps, f.data_ptr(), g.data_ptr(), 0, 0, threads))
+        return float(required().ot_read_out(self._matrix, eps, f.data_ptr(), g.data_ptr(), 0, 0, threads))
 
     def _check_potentials(self, **potentials: Tensor) -> None:
         for size, (name, potential) in zip(self._shape, potentials.items()):
@@ -399,8 +359,8 @@ def gallery_posterior(
     peak, weight, moment = (torch.empty(queries, dtype=torch.float64, device="cpu") for _ in range(3))
     top_score = torch.empty(queries, top_k, dtype=torch.float64, device="cpu")
     top_index = torch.empty(queries, top_k, dtype=torch.int64, device="cpu")
-    _built().gallery_posterior(
-        _built().GalleryInputs(**inputs),
+    required().gallery_posterior(
+        required().GalleryInputs(**inputs),
         top_k=top_k,
         peak=peak.data_ptr(),
         weight=weight.data_ptr(),
@@ -417,7 +377,7 @@ def gallery_scores(
     """Scores [Q, N] of the rows of `gallery` [N, d]."""
     inputs = _gallery_inputs(samples, gallery, kappa, item_bias, sample_bias)
     scores = torch.empty(len(samples), len(gallery), dtype=torch.float32, device="cpu")
-    _built().gallery_scores(_built().GalleryInputs(**inputs, bfloat16=False), scores=scores.data_ptr())
+    required().gallery_scores(required().GalleryInputs(**inputs, bfloat16=False), scores=scores.data_ptr())
     return scores
 
 
@@ -464,13 +424,13 @@ def gallery_search(queries: Tensor, gallery: Tensor, top_k: int) -> tuple[Tensor
     score, index = _search_results(len(queries), top_k)
     if len(queries):
         inputs = _search_inputs(queries, gallery, top_k)
-        _built().gallery_search(inputs, score=score.data_ptr(), index=index.data_ptr())
+        required().gallery_search(inputs, score=score.data_ptr(), index=index.data_ptr())
     return score, index
 
 
 def code_stride(dim: int) -> int:
     """Bytes of the codes of a row."""
-    return int(_built().code_stride(dim))
+    return int(required().code_stride(dim))
 
 
 def encode_rows(gallery: Tensor) -> tuple[Tensor, Tensor, Tensor, float]:
@@ -479,7 +439,7 @@ def encode_rows(gallery: Tensor) -> tuple[Tensor, Tensor, Tensor, float]:
     code = torch.empty(items, code_stride(dim), dtype=torch.uint8, device="cpu")
     scale, error = (torch.empty(items, dtype=torch.float32, device="cpu") for _ in range(2))
     inputs = _search_inputs(torch.empty(0, dim, dtype=torch.float32, device="cpu"), gallery, 1)
-    largest = _built().encode_rows(inputs, _code_inputs(code, scale, error, 0.0, items, dim))
+    largest = required().encode_rows(inputs, _code_inputs(code, scale, error, 0.0, items, dim))
     return code, scale, error, float(largest)
 
 
@@ -492,7 +452,7 @@ def search_codes(
     kept = torch.empty(len(queries), dtype=torch.int64, device="cpu")
     codes = _code_inputs(code, scale, error, largest_norm, len(gallery), gallery.shape[1], kept)
     inputs = _search_inputs(queries, gallery, top_k)
-    _built().search_codes(inputs, codes, score=score.data_ptr(), index=index.data_ptr())
+    required().search_codes(inputs, codes, score=score.data_ptr(), index=index.data_ptr())
     return score, index, kept
 
 
@@ -509,7 +469,7 @@ def _search_inputs(queries: Tensor, gallery: Tensor, top_k: int) -> Any:
         raise ValueError(f"queries {tuple(queries.shape)} and gallery {tuple(gallery.shape)} do not fit")
     if not 1 <= top_k <= len(gallery):
         raise ValueError(f"top_k={top_k} of {len(gallery)} items")
-    return _built().SearchInputs(
+    return required().SearchInputs(
         queries=_address(queries, "queries", torch.float32),
         gallery=_address(gallery, "gallery", gallery.dtype),
         storage=STORAGES[gallery.dtype],
@@ -527,7 +487,7 @@ def _code_inputs(
     """The binding's `CodeInputs`, after a check of the tensors."""
     if code.shape != (items, code_stride(dim)) or scale.shape != (items,) or error.shape != (items,):
         raise ValueError(f"codes {tuple(code.shape)} are not those of {items} rows of width {dim}")
-    return _built().CodeInputs(
+    return required().CodeInputs(
         code=_address(code, "code", torch.uint8),
         scale=_address(scale, "scale", torch.float32),
         error=_address(error, "error", torch.float32),
@@ -629,7 +589,7 @@ class CudaTransport:
         """Makes `matrix`, whose rows are padded, that of the problem."""
         self._matrix, self._offset = matrix, None
         half = self._storage == torch.float16
-        self._native = _built().CudaTransport(*self._shape, matrix.data_ptr(), matrix.shape[1], half)
+        self._native = required().CudaTransport(*self._shape, matrix.data_ptr(), matrix.shape[1], half)
 
     def costs(self) -> Tensor:
         """C, [rows, cols] in float32: what was loaded, or computed from the scores."""
@@ -697,91 +657,3 @@ class CudaTransport:
             _address(tensor, name, dtype, device=CUDA_MEMORY)
             if tensor.device != self._device:
                 raise ValueError(f"{name} is on {tensor.device}, expected {self._device}")
-
-
-class Extent(IntEnum):
-    """The rows and columns of a kernel's tensor, in terms of the call's rows, width and groups."""
-
-    ROWS = 0  # [rows, width]
-    GROUPS = 1  # [groups, width]
-    PARTIAL_SUMS = 2  # [groups * blocks of reduction_rows() rows in a group, width]
-    COLUMN = 3  # [rows, 1]
-    MASK = 4  # bool [rows, width]
-    ROW_MASK = 5  # bool [rows]
-
-
-class Kernel:
-    """A compiled kernel on float32 rows: the names of the binding and of its arguments, with their extents; the
-    extent of a number is None. `optional` lists groups of arguments that may be None, all of a group or none."""
-
-    declared: ClassVar[list[Kernel]] = []
-
-    def __init__(
-        self,
-        name: str,
-        optional: tuple[tuple[str, ...], ...] = (),
-        **arguments: Extent | None,
-    ) -> None:
-        self.name, self.optional, self.arguments = name, optional, arguments
-        self.partners = {name: group for group in optional for name in group}
-        self.declared.append(self)
-
-    def run(self, rows: int, width: int, per_group: int = 1, /, **values: Tensor | float | None) -> None:
-        """Runs the kernel on rows in groups of `per_group`. Tensors are matrices on the CPU with unit stride along
-        their rows, float32 or bool masks; outputs are among them. Every one is checked before
-        its address crosses."""
-        if rows < 1 or width < 1 or per_group < 1 or rows % per_group or values.keys() != self.arguments.keys():
-            raise ValueError(f"{self.name} cannot run on {rows} x {width} in groups of {per_group} with {set(values)}")
-        groups = rows // per_group
-        blocks = -(-per_group // reduction_rows())
-        shapes = (
-            (rows, width),
-            (groups, width),
-            (groups * blocks, width),
-            (rows, 1),
-            (rows, width),
-            (rows,),
-        )
-        crossing: dict[str, Any] = {"shape": (rows, width, per_group, usable_threads())}
-        for name, extent in self.arguments.items():
-            x = values[name]
-            if not isinstance(x, Tensor):
-                partners = self.partners.get(name, ())
-                may_miss = x is None and bool(partners) and all(values[partner] is None for partner in partners)
-                if extent is not None and not may_miss:
-                    raise TypeError(f"{self.name} needs a tensor {name}, got {x!r}")
-                crossing[name] = 0 if extent == Extent.MASK else x
-            elif extent is None or x.shape != shapes[extent]:
-                wanted = "a number" if extent is None else shapes[extent]
-                raise ValueError(f"{self.name}: {name} must be {wanted}, got {tuple(x.shape)}")
-            elif extent >= Extent.MASK:
-                crossing[name] = _address(x, name, torch.bool)
-            else:
-                crossing[name] = _address(x, name, torch.float32, whole=False), x.stride(0)
-        getattr(_built(), self.name)(**crossing)
-
-
-def float_rows(x: Tensor) -> Tensor:
-    """`x` [..., W] as a float32 matrix [R, W] of unit stride along its rows, without a copy if it is that already."""
-    x = x.to(torch.float32)
-    x = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
-
-
-def empty_rows(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Uninitialised memory on the CPU, whatever torch's defaults are."""
-    return torch.empty(shape, dtype=dtype, device="cpu")
-
-
-@functools.cache
-def reduction_rows() -> int:
-    """Rows whose contributions to a reduced gradient are summed in one block."""
-    return int(_built().reduction_rows)
-
-
-def keep_mask(like: Tensor, share: float) -> Tensor:
-    """A mask of the shape of `like`: false with probability `share`, by one number of torch's global generator."""
-    seed = int(torch.randint(2**32, (), device="cpu"))
-    keep = torch.empty(like.shape, dtype=torch.bool, device="cpu")
-    _built().keep_mask(keep.numel(), share, seed, _address(keep, "keep", torch.bool), usable_threads())
-    return keep

@@ -14,7 +14,6 @@ from geoflow_fast.ops.arguments import (
     rows_of,
     working_dtype,
 )
-from geoflow_fast.ops.native import Extent
 from geoflow_fast.ops.triton_kernels import fused_operation
 
 
@@ -24,10 +23,11 @@ def swiglu(gate: Tensor, value: Tensor | None = None, *, backend: str = "auto") 
     Without `value`, `gate` [..., 2 I] contains the gate in its first half and the value in its second, as the output of
     one linear layer; the gradient is then one tensor too. Differentiable in reverse and forward mode.
     """
+    if isinstance(gate, Tensor) and gate.dim() == 2:
+        y: Tensor = swiglu_rows(gate, value, backend)
+        return y
     width = _check(gate, value)
-    if gate.numel() == 0:
-        return gate[..., :width] + (gate[..., width:] if value is None else value)
-    y: Tensor = swiglu_rows(rows_of(gate), None if value is None else rows_of(value), str(backend))
+    y = swiglu_rows(rows_of(gate), None if value is None else rows_of(value), backend)
     return y.view(*gate.shape[:-1], width)
 
 
@@ -79,43 +79,6 @@ def _silu_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:
     return silu, torch.addcmul(sigmoid, silu, 1 - sigmoid)
 
 
-# ---- compiled C++ --------------------------------------------------------------------------------------------------
-
-_KERNEL = native.Kernel("swiglu", gate=Extent.ROWS, value=Extent.ROWS, y=Extent.ROWS)
-_BACKWARD_KERNEL = native.Kernel(
-    "swiglu_backward",
-    grad=Extent.ROWS,
-    gate=Extent.ROWS,
-    value=Extent.ROWS,
-    d_gate=Extent.ROWS,
-    d_value=Extent.ROWS,
-)
-
-
-def _cpu(gate: Tensor, value: Tensor | None) -> Tensor:
-    first, second = gate.chunk(2, dim=-1) if value is None else (gate, value)
-    rows, width = first.shape
-    y = native.empty_rows(rows, width)
-    _KERNEL.run(rows, width, gate=native.float_rows(first), value=native.float_rows(second), y=y)
-    return y
-
-
-def _cpu_backward(grad: Tensor, gate: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor]:
-    first, second = gate.chunk(2, dim=-1) if value is None else (gate, value)
-    d_gate = native.empty_rows(*gate.shape)
-    d_value = native.empty_rows(*(gate.shape if value is not None else (0,)))
-    d_first, d_second = d_gate.chunk(2, dim=-1) if value is None else (d_gate, d_value)
-    _BACKWARD_KERNEL.run(
-        *first.shape,
-        grad=native.float_rows(grad),
-        gate=native.float_rows(first),
-        value=native.float_rows(second),
-        d_gate=d_first,
-        d_value=d_second,
-    )
-    return d_gate, d_value
-
-
 # ---- declarations --------------------------------------------------------------------------------------------------
 
 
@@ -132,8 +95,21 @@ class _Derivatives(dispatch.Derivatives):
         return d_gate, None if value is None else d_value, None
 
 
-swiglu_rows = fused_operation("network", "swiglu", swiglu_reference, _cpu, derivatives=_Derivatives, rowwise=True)
-"""`swiglu` of rows as the reference takes them, unchecked; the last argument is the name of a backend."""
+swiglu_rows = fused_operation(
+    "network",
+    "swiglu",
+    swiglu_reference,
+    native.bound("swiglu"),
+    check=_check,
+    derivatives=_Derivatives,
+    rowwise=True,
+)
+"""`swiglu` of rows as the reference takes them; the last argument is the name of a backend."""
 _backward = fused_operation(
-    "network", "swiglu_backward", swiglu_backward_reference, _cpu_backward, rowwise=True, part_of="swiglu"
+    "network",
+    "swiglu_backward",
+    swiglu_backward_reference,
+    native.bound("swiglu_backward", like=(1, 1)),
+    rowwise=True,
+    part_of="swiglu",
 )

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from geoflow_fast.geometry import carry_along, eps, follow, tangent_part
 from geoflow_fast.ops import native
-from geoflow_fast.ops.arguments import Pair, check_floating, check_shape
-from geoflow_fast.ops.native import Extent
+from geoflow_fast.ops.arguments import check_floating, check_shape
 from geoflow_fast.ops.triton_kernels import WIDEST_ROW, fused_operation
 from geoflow_fast.runtime import checks
 
@@ -37,6 +36,14 @@ def tangent_step(
     result has unit rows, in float32 or float64. Differentiable in the tensors through the reference backend, which is
     used whenever a gradient is required.
     """
+    if retraction not in RETRACTIONS:
+        raise ValueError(f"retraction must be one of {', '.join(RETRACTIONS)}, got {retraction!r}")
+    h, guidance = checks.number(h, "h"), checks.number(guidance, "guidance")
+    end: Tensor = tangent_step_rows(x, v, h, v_free, guidance, retraction == "renormalise", backend)
+    return end
+
+
+def _check(x: Tensor, v: Tensor, h: float, v_free: Tensor | None, guidance: float, renormalise: bool) -> None:  # noqa: ARG001
     check_floating(("v_free",), x=x, v=v, v_free=v_free)
     eps(x.dtype)
     if x.dim() != 2:
@@ -45,16 +52,6 @@ def tangent_step(
     for name, y in (("v", v), ("v_free", v_free)):
         if y is not None and y.dtype != x.dtype:
             raise TypeError(f"{name} is {y.dtype}, but x is {x.dtype}")
-    h, guidance = checks.number(h, "h"), checks.number(guidance, "guidance")
-    if retraction not in RETRACTIONS:
-        raise ValueError(f"retraction must be one of {', '.join(RETRACTIONS)}, got {retraction!r}")
-    wants_gradient = torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in (x, v, v_free))
-    if wants_gradient and backend not in ("auto", "reference"):
-        raise ValueError(f"tangent_step: backend {backend!r} has no gradient; use 'reference' or detach the inputs")
-    if x.numel() == 0:
-        return x.clone()
-    end: Tensor = tangent_step_rows(x, v, h, v_free, guidance, retraction == "renormalise", str(backend))
-    return end
 
 
 # ---- plain torch ---------------------------------------------------------------------------------------------------
@@ -110,78 +107,24 @@ def _to_sphere(x: Tensor) -> Tensor:
     return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)
 
 
-# ---- compiled C++ --------------------------------------------------------------------------------------------------
-
-
-def _declared(name: str, numbers: str, rows: str, *optional: tuple[str, ...]) -> native.Kernel:
-    """A kernel with these numbers, and with rows of one shape."""
-    extents = {**dict.fromkeys(numbers.split()), **dict.fromkeys(rows.split(), Extent.ROWS)}
-    return native.Kernel(name, optional=optional, **extents)
-
-
-_KERNEL = _declared("tangent_step", "h guidance renormalise", "x v v_free y", ("v_free",))
-_STAGE_KERNEL = _declared(
-    "tangent_stage", "h guidance weight", "x at v v_free total y new_total", ("v_free",), ("total", "new_total")
-)
-_AB2_KERNEL = _declared(
-    "tangent_ab2", "h guidance share", "x v v_free carried y new_carried", ("v_free",), ("carried",)
-)
-
-
-def _rows(x: Tensor | None) -> Tensor | None:
-    return None if x is None else native.float_rows(x)
-
-
-def _cpu(x: Tensor, v: Tensor, h: float, v_free: Tensor | None, guidance: float, renormalise: bool) -> Tensor:
-    y = native.empty_rows(*x.shape)
-    parts = {"x": _rows(x), "v": _rows(v), "v_free": _rows(v_free)}
-    _KERNEL.run(*x.shape, h=h, guidance=guidance, renormalise=renormalise, **parts, y=y)
-    return y
-
-
-def _cpu_stage(
-    x: Tensor,
-    at: Tensor,
-    v: Tensor,
-    h: float,
-    v_free: Tensor | None,
-    guidance: float,
-    total: Tensor | None,
-    weight: float,
-) -> Pair:
-    y = native.empty_rows(*x.shape)
-    new_total = None if total is None else native.empty_rows(*x.shape)
-    parts = {"x": _rows(x), "at": _rows(at), "v": _rows(v), "v_free": _rows(v_free), "total": _rows(total)}
-    _STAGE_KERNEL.run(*x.shape, h=h, guidance=guidance, weight=weight, **parts, y=y, new_total=new_total)
-    return y, native.empty_rows(0) if new_total is None else new_total
-
-
-def _cpu_ab2(
-    x: Tensor, v: Tensor, h: float, v_free: Tensor | None, guidance: float, carried: Tensor | None, share: float
-) -> Pair:
-    y, new_carried = native.empty_rows(*x.shape), native.empty_rows(*x.shape)
-    parts = {"x": _rows(x), "v": _rows(v), "v_free": _rows(v_free), "carried": _rows(carried)}
-    _AB2_KERNEL.run(*x.shape, h=h, guidance=guidance, share=share, **parts, y=y, new_carried=new_carried)
-    return y, new_carried
-
-
 # ---- declarations --------------------------------------------------------------------------------------------------
 
 tangent_step_rows = fused_operation(
     "geodesic",
     "tangent_step",
     tangent_step_reference,
-    _cpu,
+    native.bound("tangent_step"),
+    check=_check,
     dtypes=(torch.float32,),
     widest=WIDEST_ROW,
     rowwise=True,
 )
-"""`tangent_step` as the reference takes it, unchecked; the last argument is the name of a backend."""
+"""`tangent_step` as the reference takes it; the last argument is the name of a backend."""
 tangent_stage_rows = fused_operation(
     "geodesic",
     "tangent_stage",
     tangent_stage_reference,
-    _cpu_stage,
+    native.bound("tangent_stage"),
     dtypes=(torch.float32,),
     widest=WIDEST_ROW,
     rowwise=True,
@@ -191,7 +134,7 @@ tangent_ab2_rows = fused_operation(
     "geodesic",
     "tangent_ab2",
     tangent_ab2_reference,
-    _cpu_ab2,
+    native.bound("tangent_ab2"),
     dtypes=(torch.float32,),
     widest=WIDEST_ROW,
     rowwise=True,

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from geoflow_fast.ops import native
 
@@ -21,9 +22,26 @@ Case = tuple[dict[str, Any], tuple[str, ...]]
 def cases() -> dict[str, Case]:
     """Good arguments of every bound function of tensors, and the names of those that may be None."""
     x, shift, scale = torch.randn(15, 4), torch.randn(5, 4), torch.randn(5, 4)  # which 4 and 6 rows do not divide
+    branch = {"gate": x + 1, "value": x + 2, "layer_scale": scale, "keep": x > 0, "dropout": 0.5}
+    streams = {f"{part}{stream}": torch.randn(15, 4) for part in ("v_", "target_", "") for stream in ("image", "text")}
+    streams["direction"] = torch.arange(15, dtype=torch.int8) % 3
+    step = {"x": x, "v": x + 1, "h": 0.1, "v_free": x + 2, "guidance": 2.0}
+    points = {name: functional.normalize(torch.randn(15, 4), dim=-1) for name in ("image0", "text0", "image1", "text1")}
+    points |= {"t": torch.rand(15), "direction": streams["direction"], "drop": x[:, 0] > 0}
+    points |= {"check": True, "tolerance": 1e-3}
     return {
         "adaln": ({"x": x, "shift": shift, "scale": scale, "eps": 1e-6}, ()),
         "adaln_backward": ({"grad": x, "x": x + 1, "scale": scale, "eps": 1e-6}, ()),
+        "swiglu": ({"gate": x, "value": x + 1}, ("value",)),
+        "swiglu_backward": ({"grad": x, "gate": x - 1, "value": x + 1}, ("value",)),
+        "gate_residual": (branch | {"residual": x}, ("gate", "keep")),
+        "gate_residual_backward": (branch | {"grad": x}, ("gate", "keep")),
+        "flow_loss": (streams, ()),
+        "flow_loss_backward": (streams | {"grad": torch.rand(15)}, ()),
+        "tangent_step": (step | {"renormalise": False}, ("v_free",)),
+        "tangent_stage": (step | {"at": x, "total": x + 3, "weight": 0.3}, ("v_free", "total")),
+        "tangent_ab2": (step | {"carried": x + 3, "share": 0.5}, ("v_free", "carried")),
+        "masked_interpolant": (points, ("drop",)),
     }
 
 
@@ -88,9 +106,10 @@ def test_another_type_or_rows_with_gaps_are_left_to_torch(name):
     good, _ = CASES[name]
     for key in floats(good):
         x = good[key]
-        gaps = torch.stack((x, x), -1)[..., 0]
-        for other in (x.double(), x.half(), gaps, *((x.T.contiguous().T,) if x.dim() == 2 else ())):
-            with pytest.raises(native.extension().NotServed, match=key):
+        gaps = (torch.stack((x, x), -1)[..., 0], x.T.contiguous().T) if x.dim() == 2 else ()
+        for other in (x.double(), x.half(), *gaps):
+            words = "expected torch.float" if other.dtype == torch.float64 else key
+            with pytest.raises(native.extension().NotServed, match=words):
                 call(name, {**good, key: other})
 
 
@@ -102,9 +121,12 @@ def test_rows_may_stand_apart(name):
     wanted = call(name, good)
     for key in floats(good):
         x = good[key]
-        wide = torch.full((len(x), *(n + 3 for n in x.shape[1:])), torch.nan)
-        inner = wide[:, 1 : 1 + x.shape[1]] if x.dim() == 2 else wide
+        inner = torch.full((len(x), 7), torch.nan)[:, 1:5] if x.dim() == 2 else torch.empty(len(x))
         inner.copy_(x)
+        if name == "masked_interpolant" and x.dim() == 2:
+            with pytest.raises(native.extension().NotServed, match=f"{key} must be contiguous"):
+                call(name, {**good, key: inner})
+            continue
         for got, right in zip(call(name, {**good, key: inner}), wanted):
             assert torch.equal(got, right)
 

@@ -83,27 +83,3 @@ def test_without_the_extension_the_reason_is_given():
     assert len(gf.ops.masked_interpolant(x, x, x, x, torch.rand(2), zeros)) == 4
     with pytest.raises(gf.BackendUnavailable, match="not built"):
         gf.ops.masked_interpolant(x, x, x, x, torch.rand(2), zeros, backend="cpu")
-
-
-@pytest.mark.parametrize("name", ["noise", "t", "direction"])
-def test_native_layer_guards_memory_itself(name):
-    """Calls that skip the operation's checks still cannot pass a wrong pointer."""
-    x = sample_uniform(4, 6)
-    arguments = {
-        "noise": (x, x),
-        "data": (x, x),
-        "t": torch.rand(4),
-        "direction": torch.zeros(4, dtype=torch.int8),
-        "drop": None,
-        "point": (torch.empty_like(x), torch.empty_like(x)),
-        "velocity": (torch.empty_like(x), torch.empty_like(x)),
-        "tolerance": 1e-3,
-    }
-    wrong = {
-        "noise": (x.T.contiguous().T, x),
-        "t": torch.rand(4).double(),
-        "direction": torch.zeros(3, dtype=torch.int8),
-    }
-    with pytest.raises((TypeError, ValueError)):
-        native.masked_interpolant(**{**arguments, name: wrong[name]})
-    assert native.masked_interpolant(**arguments) == -1

@@ -19,7 +19,6 @@ from geoflow_fast.ops.gate_residual import (
     gate_residual_reference,
 )
 from geoflow_fast.ops.masked_interpolant import masked_interpolant_reference
-from geoflow_fast.ops.native import Extent
 from geoflow_fast.ops.swiglu import swiglu_backward_reference, swiglu_reference
 from geoflow_fast.ops.tangent_step import tangent_ab2_reference, tangent_stage_reference, tangent_step_reference
 
@@ -181,93 +180,3 @@ def check_solver_steps(rows, width, arrangements, guided, more, seed):
         true = reference(*(part.double() if isinstance(part, Tensor) else part for part in arguments))
         for a, b in [(fast, true)] if isinstance(fast, Tensor) else zip(fast, true, strict=True):
             close(a, b, 1e-6)
-
-
-# What each kernel takes, beside the number of tangents: the extents are those of csrc/network.h and csrc/solver.h.
-KERNELS = {kernel.name: kernel for kernel in native.Kernel.declared}
-ROWS, WIDTH, PER_GROUP = 12, 5, 4
-SHAPES = {
-    Extent.ROWS: (12, 5),
-    Extent.GROUPS: (3, 5),
-    Extent.PARTIAL_SUMS: (3, 5),
-    Extent.COLUMN: (12, 1),
-    Extent.MASK: (12, 5),
-    Extent.ROW_MASK: (12,),
-}
-
-
-def fitting(kernel: native.Kernel) -> dict[str, Tensor | float]:
-    """Arguments of the right sizes for 12 rows of width 5 in groups of 4, with 2 tangents."""
-
-    def fit(extent: Extent | None) -> Tensor | float:
-        if extent is None:
-            return 1.0
-        return torch.zeros(SHAPES[extent], dtype=torch.bool if extent >= Extent.MASK else torch.float32)
-
-    return {name: fit(extent) for name, extent in kernel.arguments.items()}
-
-
-def run(kernel: native.Kernel, arguments: dict[str, Tensor | float | None]) -> None:
-    kernel.run(ROWS, WIDTH, PER_GROUP, **arguments)
-
-
-def test_every_kernel_on_rows_is_declared():
-    assert set(KERNELS) == {
-        "swiglu",
-        "swiglu_backward",
-        "gate_residual",
-        "gate_residual_backward",
-        "flow_loss",
-        "flow_loss_backward",
-        "tangent_step",
-        "tangent_stage",
-        "tangent_ab2",
-    }
-    for kernel in KERNELS.values():
-        run(kernel, fitting(kernel))
-
-
-@few
-@given(st.sampled_from(sorted(KERNELS)), st.integers(0, 12), st.integers(-1, 1), st.integers(-1, 1))
-def test_extents_are_checked_before_a_pointer_crosses(name, which, more_rows, more_columns):
-    """A matrix that is too small, or too large, for what the kernel was told is refused."""
-    kernel = KERNELS[name]
-    arguments = fitting(kernel)
-    changed = list(arguments)[which % len(arguments)]
-    fits = arguments[changed]
-    if isinstance(fits, Tensor):
-        shape = [fits.shape[0] + more_rows, *(n + more_columns for n in fits.shape[1:])]
-        arguments[changed] = torch.zeros(shape, dtype=fits.dtype)
-        if tuple(shape) != fits.shape:
-            with pytest.raises(ValueError, match=f"{name}: {changed} must be"):
-                run(kernel, arguments)
-            return
-    run(kernel, arguments)
-
-
-@pytest.mark.parametrize("name", sorted(KERNELS))
-def test_every_argument_of_every_kernel_is_guarded(name):
-    """Another dtype, another device, gaps along the rows, a number for a tensor, a missing or an unknown argument."""
-    kernel = KERNELS[name]
-    for changed, extent in kernel.arguments.items():
-        fits = fitting(kernel)[changed]
-        if not isinstance(fits, Tensor) or extent is None:
-            with pytest.raises(ValueError, match=f"{changed} must be a number"):
-                run(kernel, {**fitting(kernel), changed: torch.zeros(1)})
-            continue
-        gaps = torch.zeros(*fits.shape, 2, dtype=fits.dtype)[..., 0]
-        wrong: list[Tensor | float | None] = [fits.double(), fits.to("meta"), 1.0]
-        wrong += [] if fits.shape[-1] == 1 else [gaps]
-        partners = next((group for group in kernel.optional if changed in group), ())
-        wrong += [] if len(partners) == 1 else [None]  # without its partners, an argument cannot be left out
-        for value in wrong:
-            with pytest.raises((TypeError, ValueError), match="|".join((changed, *partners))):
-                run(kernel, {**fitting(kernel), changed: value})
-        run(kernel, {**fitting(kernel), **dict.fromkeys(partners)})
-        with pytest.raises(ValueError, match=f"{name} cannot run"):
-            run(kernel, {key: value for key, value in fitting(kernel).items() if key != changed})
-    with pytest.raises(ValueError, match=f"{name} cannot run"):
-        run(kernel, {**fitting(kernel), "another": torch.zeros(ROWS, WIDTH)})
-    for rows, width, per_group in ((0, 5, 1), (12, 0, 4), (12, 5, 0), (12, 5, 5), (-12, 5, 4)):
-        with pytest.raises(ValueError, match=f"{name} cannot run"):
-            kernel.run(rows, width, per_group, **fitting(kernel))

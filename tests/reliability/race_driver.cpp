@@ -240,7 +240,9 @@ void check_network(std::int64_t rows, std::int64_t width, std::int64_t groups) {
     };
     using V = RowsView;
     check("adaln", 1, [&](RowShape s, V a, V, V) { run.adaln(s, 1e-5f, view(x), view(shift), view(scale), a); });
-    check("adaln_backward", 1, [&](RowShape s, V a, V b, V) { run.adaln_backward(s, 1e-5f, view(y), view(x), view(scale), a, b); });
+    check("adaln_backward", groups * blocks, [&](RowShape s, V a, V b, V c) {
+        run.adaln_backward(s, 1e-5f, view(y), view(x), view(scale), a, b, c);
+    });
     check("swiglu", 1, [&](RowShape s, V a, V, V) { run.swiglu(s, view(x), view(y), a); });
     check("swiglu_backward", 1, [&](RowShape s, V a, V b, V) { run.swiglu_backward(s, view(z), view(x), view(y), a, b); });
     check("gate_residual", 1, [&](RowShape s, V a, V, V) {
