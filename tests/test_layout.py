@@ -86,7 +86,7 @@ start = time.process_time()
 geoflow_fast.RetrievalEntropy, geoflow_fast.BayesReranker, geoflow_fast.train
 print(time.process_time() - start)
 heavy = {"triton", "scipy", "ot", "matplotlib", "pyarrow", "open_clip", "PIL", "gpytorch", "typer", "rich"}
-heavy |= {"tensorboard", "transformers"}
+heavy |= {"transformers"}
 print(sorted(heavy & set(sys.modules)))
 """
     # An installed package has its bytecode; the first attempt writes it here, whatever the environment says.

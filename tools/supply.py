@@ -21,7 +21,7 @@ PYTHON = "3.11"
 """The oldest for which the pinned versions are made."""
 ADDED = {
     "demo": ("eval",),
-    "test": ("test", "gpu", "ot", "encoders", "data", "hub", "train"),
+    "test": ("test", "gpu", "ot", "encoders", "data", "hub"),
     "dev": ("bench", "docs"),
 }
 """The extras of each lock."""

@@ -37,9 +37,8 @@ OF_THE_FLOW = (
 GROUPS = {
     "Data": "pairs images texts image_index val held_out calibrate ids normalize",
     "What is trained": "out preset head points overwrite",
-    "The run; the preset has the defaults": "steps batch_size lr warmup_steps seed accumulate ema_decay device "
-    "compile_network",
-    "Validation, checkpoints and logs; the preset has the defaults": "val_every patience checkpoint_every tensorboard",
+    "The run; the preset has the defaults": "steps batch_size lr warmup_steps seed accumulate ema_decay device",
+    "Validation, checkpoints and logs; the preset has the defaults": "val_every patience checkpoint_every",
     "The flow; the preset has the defaults": "coupling conditional_coupling centre pca blend fixed_directions",
 }
 """The headings of the help, with the flags below them."""
@@ -131,12 +130,6 @@ def train(
         typer.Option(help="Ids of the texts, written beside those that are held out: .npy, .txt or .parquet[:COLUMN]."),
     ] = None,
     normalize: NormalizeFlag = False,
-    tensorboard: Annotated[
-        bool, typer.Option("--tensorboard/--no-tensorboard", help="Also write TensorBoard events.")
-    ] = False,
-    compile_network: Annotated[
-        bool, typer.Option("--compile/--no-compile", help="Compile the network with torch.compile.")
-    ] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite/--no-overwrite", help="Start again instead of continuing the run in OUT.")
     ] = False,
@@ -171,8 +164,6 @@ def train(
         patience=patience,
         checkpoint_every=checkpoint_every,
         seed=seed,
-        tensorboard=tensorboard,
-        compile=compile_network,
     )
     couplings = given(
         coupling=coupling,

@@ -18,18 +18,13 @@ from geoflow_fast.ops import native
 from geoflow_fast.ops.product import product
 from geoflow_fast.runtime import checks
 
-PRECISIONS = ("float32", "tf32", "bfloat16", "auto")
+TF32 = "tf32"
+"""What networks know besides `checks.PRECISIONS`."""
 HALVES = (torch.bfloat16, torch.float16)
 AMPERE = (8, 0)
 """The first NVIDIA GPUs that multiply in bfloat16 and TF32."""
 WORTH_ROWS = 128
 """From so many rows through the network in one call the weights are worth converting for it."""
-
-
-def check_precision(value: object) -> str:
-    """Returns the name of a precision, or raises a ValueError that lists them."""
-    checks.one_of(value, "precision", PRECISIONS)
-    return str(value)
 
 
 def product_dtype(precision: str, like: Tensor, rows: int | None = None) -> torch.dtype:
@@ -56,7 +51,7 @@ def product_dtype(precision: str, like: Tensor, rows: int | None = None) -> torc
 def settled_precision(precision: str, device: torch.device) -> str:
     """What a job writes down and keeps to on every machine that continues it: what "auto" stands for on this device, or
     `precision` itself."""
-    if check_precision(precision) != "auto":
+    if checks.precision(precision, TF32) != "auto":
         return precision
     return "bfloat16" if bfloat16_pays(device) else "float32"
 

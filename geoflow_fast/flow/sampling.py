@@ -10,7 +10,7 @@ from torch import Tensor
 
 from geoflow_fast.directions import IMAGE, STREAMS, TEXT, Direction
 from geoflow_fast.flow.fields import Field, FlowField, Streams, Velocity, as_flow
-from geoflow_fast.flow.precision import check_precision
+from geoflow_fast.flow.precision import TF32
 from geoflow_fast.flow.solvers import GRIDS, SOLVERS, Points, Rate, evaluation_times, integrate, time_grid
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.manifolds import SPHERE, Guided, Manifold
@@ -54,7 +54,7 @@ class SamplingSettings:
         for name, known in (("solver", SOLVERS), ("grid", GRIDS), ("noise", NOISE_KINDS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
-        check_precision(self.precision)
+        checks.precision(self.precision, TF32)
 
 
 FAST_SAMPLING = SamplingSettings(n_samples=40, n_steps=8, solver="ab2", grid="late", noise="antithetic")

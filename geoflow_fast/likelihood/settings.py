@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from geoflow_fast.flow.precision import check_precision
+from geoflow_fast.flow.precision import TF32
 from geoflow_fast.flow.solvers import GRIDS, SOLVERS
 from geoflow_fast.runtime import checks
 
@@ -63,7 +63,7 @@ class DensitySettings:
             ("tangents", TANGENTS),
         ):
             checks.one_of(getattr(self, name), name, known)
-        check_precision(self.precision)
+        checks.precision(self.precision, TF32)
 
     @property
     def exact(self) -> bool:

@@ -22,9 +22,6 @@ LARGEST_KAPPA = 1e5
 much they are off by .1, and at a hundred times by several: kappa multiplies the rounding of the cosines, 1e-7."""
 _MASKED_SCORES, _LOWEST = 1 << 21, -1e30
 """Scores that are in memory at a time where masks are applied to them, and one that is below all others."""
-PRECISIONS = ("float32", "bfloat16", "auto")
-"""Choices for `precision`, in which inner products are computed: "auto" is bfloat16 for the queries that lose less than
-.01 nats by it, where the processor has a unit for it."""
 
 
 def gallery_posterior(
@@ -98,7 +95,7 @@ def gallery_statistics(
     _check(samples, gallery, kappa, top_k, item_bias)
     check_sample_bias(sample_bias, samples)
     checks.integer(first_index, "first_index", most=2**62)
-    check_precision(precision)
+    checks.precision(precision)
     samples, gallery = samples.detach(), gallery.detach()
     there = Allowed.of(allowed, len(samples), len(gallery), samples.device)
     if there is not None:
@@ -221,13 +218,6 @@ def check_kappa(kappa: object) -> float:
     if kappa > LARGEST_KAPPA:
         raise ValueError(f"kappa must be at most {LARGEST_KAPPA:g}, got {kappa:g}: float32 resolves no narrower kernel")
     return float(kappa)
-
-
-def check_precision(precision: str) -> str:
-    """Returns `precision` if it is one of `PRECISIONS`."""
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision must be one of {PRECISIONS}, got {precision!r}")
-    return precision
 
 
 def check_sample_bias(sample_bias: Tensor | None, samples: Tensor) -> None:

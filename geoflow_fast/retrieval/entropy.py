@@ -22,7 +22,7 @@ from geoflow_fast.flow.sampling import FAST_SAMPLING, SamplingSettings
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.head.model import PosteriorHead
 from geoflow_fast.ops.allowed import Allowed, Mask
-from geoflow_fast.ops.gallery_posterior import check_kappa, check_precision
+from geoflow_fast.ops.gallery_posterior import check_kappa
 from geoflow_fast.retrieval.freshness import OncePerGallery, flow_marks, marks
 from geoflow_fast.retrieval.gallery import Gallery, GallerySource
 from geoflow_fast.retrieval.sources import FlowSource, HeadSource, ScoringPoints, Source
@@ -179,7 +179,7 @@ class RetrievalEntropy(nn.Module):
 
     @precision.setter
     def precision(self, precision: str) -> None:
-        self.source.precision = check_precision(precision)
+        self.source.precision = checks.precision(precision)
 
     @property
     def _flow_source(self) -> FlowSource:

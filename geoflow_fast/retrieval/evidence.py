@@ -254,8 +254,9 @@ def fit_weights(design: Tensor, possible: Tensor, target: Tensor, start: Tensor 
     scale = torch.mv(rows.square().T, kept).div(kept.sum()).sqrt()
     scale[-1] = 1.0
     prior_sd = PRIOR_SD / torch.where(scale > 0, scale, 1.0)
-    arrays = (x.cpu().numpy() for x in (design, target, prior_sd, possible))
-    return torch.from_numpy(fit_choice(*arrays, None if start is None else start.cpu().numpy())).to(design.device)
+    x, wanted, sd, may = (each.cpu().numpy() for each in (design, target, prior_sd, possible))
+    weights = fit_choice(x, wanted, sd, may, None if start is None else start.cpu().numpy())
+    return torch.from_numpy(weights).to(design.device)
 
 
 def fit_logistic(features: Tensor, target: Tensor, fold: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.ops import native
 from geoflow_fast.ops.allowed import Allowed, Mask, check_finite, kept_blocks
-from geoflow_fast.ops.gallery_posterior import block_statistics, check_precision, check_sample_bias, masked_statistics
+from geoflow_fast.ops.gallery_posterior import block_statistics, check_sample_bias, masked_statistics
 from geoflow_fast.ops.gallery_search import Hits, RowCodes, allowed_hits, best_hits, codes_pay
 from geoflow_fast.ops.gallery_statistics import GalleryStatistics
 from geoflow_fast.retrieval.freshness import marks
@@ -323,7 +323,7 @@ class Gallery:
         if item_bias is not None and checks.with_values(item_bias, "item_bias").shape != (len(self),):
             raise ValueError(f"item_bias must be [{len(self)}], got {tuple(item_bias.shape)}")
         check_sample_bias(sample_bias, samples)  # here already: a rank without items would not notice
-        check_precision(precision)
+        checks.precision(precision)
         if not isinstance(allowed, Allowed):
             allowed = self.allowed_items(allowed, len(samples), samples.device)
         if allowed is not None:

@@ -34,7 +34,7 @@ class ScoringPoints:
     bias: Tensor | None = None
     """[Q, M], or None where all points weigh the same."""
     precision: str = "float32"
-    """In which items are scored by them: one of `ops.gallery_posterior.PRECISIONS`."""
+    """In which items are scored by them: one of `checks.PRECISIONS`."""
 
 
 class Source(ABC):

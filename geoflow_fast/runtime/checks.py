@@ -188,6 +188,16 @@ def one_of(x: object, name: str, choices: Sequence[str]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {x!r}")
 
 
+PRECISIONS = ("auto", "float32", "bfloat16")
+"""Names of the numbers in which products are computed."""
+
+
+def precision(x: object, *more: str) -> str:
+    """Returns `x` if it is the name of a precision, or one `more` that the caller knows."""
+    one_of(x, "precision", (*PRECISIONS, *more))
+    return str(x)
+
+
 def device(x: object, name: str = "device") -> torch.device:
     """Returns `x` as a device of a kind that torch knows."""
     import torch

@@ -12,8 +12,6 @@ from geoflow_fast.flow.curriculum import Curriculum
 from geoflow_fast.ops.ot_assign import CONDITIONAL_COUPLINGS, COUPLINGS
 from geoflow_fast.runtime import checks
 
-PRECISIONS = ("auto", "float32", "bfloat16")
-OPTIMIZERS = ("adamw", "adam", "sgd")
 EARLY_VALIDATIONS = 4
 """Validations between the start of a run and step `val_every`, at steps that double: few pairs are soon learned by
 heart."""
@@ -38,11 +36,9 @@ class RunConfig:
     seed: int = 0
     weight_decay: float = 1e-3
     clip: float = 1.0
-    optimizer: str = "adamw"
     accumulate: int = 1
     ema_decay: float | None = None
     precision: str = "auto"
-    compile: bool = False
     val_every: int = 500
     val_batches: int = 5
     val_fraction: float = 0.02
@@ -51,7 +47,6 @@ class RunConfig:
     min_relative_improvement: float = 0.005
     checkpoint_every: int = 500
     log_every: int = 50
-    tensorboard: bool = False
     prefetch: bool = True
 
     def __post_init__(self) -> None:
@@ -66,8 +61,7 @@ class RunConfig:
             object.__setattr__(self, field.name, checks.integer(getattr(self, field.name), field.name, least, most))
         self._check_positive("lr", "clip")
         self._check_shares("val_fraction")
-        checks.one_of(self.precision, "precision", PRECISIONS)
-        checks.one_of(self.optimizer, "optimizer", OPTIMIZERS)
+        checks.precision(self.precision)
         for name in ("weight_decay", "min_improvement", "min_relative_improvement"):
             checks.number(getattr(self, name), name, least=0.0)
         if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
@@ -119,7 +113,7 @@ class TrainConfig(RunConfig):
     instead of drawing it, so that a GPU can capture a step as a CUDA graph and replay it.
 
     Run: `steps`, `batch_size` and `seed`. `lr`: peak learning rate, reached after `warmup_steps` (a tenth of the run if
-    the run is not longer than that), then a cosine to zero. `optimizer`: "adamw", "adam", or "sgd" with momentum 0.9.
+    the run is not longer than that), then a cosine to zero. `weight_decay`: of AdamW.
     `clip`: largest norm of the gradient. `accumulate`: number of pieces in which a batch goes through the network.
     `ema_decay`: average the weights with this decay, and validate and keep the average. `precision`: "float32",
     "bfloat16" for the products of a step, or "auto" for bfloat16 where the device and the network gain from it. Before
@@ -130,8 +124,7 @@ class TrainConfig(RunConfig):
     of it. `prefetch`: prepare batches in a thread.
     `blend`: after the last step, weigh the network of an anchored flow against its anchor, in each conditional
     direction, by the held-out likelihood of retrieval (`training/blending.py`).
-    `weight_decay`: of the optimizer. `compile`: trace the step with torch.compile. `checkpoint_every`, `log_every`:
-    steps between checkpoints and between lines of `metrics.jsonl`. `tensorboard`: write TensorBoard events as well.
+    `checkpoint_every`, `log_every`: steps between checkpoints and between records of metrics.
     """
 
     patience: int = 10

@@ -29,7 +29,7 @@ from geoflow_fast.training.batches import Batch, BatchMaker
 from geoflow_fast.training.blending import blend
 from geoflow_fast.training.config import TrainConfig
 from geoflow_fast.training.half import HalfTwin
-from geoflow_fast.training.logging import share_of_time
+from geoflow_fast.training.logging import Log, share_of_time
 from geoflow_fast.training.loop import Run, TrainReport, complete
 from geoflow_fast.training.objective import Objective
 
@@ -122,8 +122,8 @@ class FlowMatching(Objective[Batch]):
         return self.flow.config.hidden >= WIDE_ENOUGH and bfloat16_pays(self.batches.device)
 
     def half_twin(self) -> HalfTwin | None:
-        # Autocast starts a GPU for every conversion. A compiler does without them, and a CPU hardly notices.
-        return HalfTwin(self.flow) if self.batches.device.type == "cuda" and not self.config.compile else None
+        # Autocast starts a GPU for every conversion. A CPU hardly notices.
+        return HalfTwin(self.flow) if self.batches.device.type == "cuda" else None
 
     def why_not_captured(self) -> str | None:
         if self.config.fixed_directions:
@@ -163,6 +163,7 @@ def train(
     *,
     progress: bool | None = None,
     world: World = ALONE,
+    log: Log | None = None,
 ) -> TrainReport:
     """Trains `flow` on `pairs` and leaves it in eval mode with the weights (or, with `ema_decay`, the averaged weights)
     of the lowest validation loss.
@@ -175,6 +176,9 @@ def train(
     whether to show a live line on the terminal, by default if there is one. Ctrl-C stops after the current step and
     saves. A loss or gradient that is not finite raises `TrainingDiverged`, and `flow` then has the best weights so far.
 
+    `log` is called with every record of metrics, {"step": ..., "loss": ..., ...}, beside what `metrics.jsonl` gets;
+    docs/training.md has the lines for TensorBoard and Weights & Biases.
+
     The ranks of a `world` (`gf.distributed.joined`) share the rows of each batch; the first one writes, to a folder
     that all of them can see.
     """
@@ -183,7 +187,7 @@ def train(
         pairs, val = pairs.split(config.val_fraction, config.seed)
     _check_pairs(flow, val, "val")
     flow.origin = pairs.origin(dataclasses.asdict(config))
-    return complete(Run(FlowMatching(flow, pairs, val, config, world)), out, resume=resume, progress=progress)
+    return complete(Run(FlowMatching(flow, pairs, val, config, world)), out, resume=resume, progress=progress, log=log)
 
 
 def _check_pairs(flow: GeoFlow, pairs: EmbeddingPairs, name: str) -> None:

@@ -1,4 +1,4 @@
-"""What a training run tells about itself: a file of metrics, TensorBoard events and a live line on the terminal."""
+"""What a training run tells about itself: records of metrics and a live line on the terminal."""
 
 from __future__ import annotations
 
@@ -6,48 +6,38 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-from geoflow_fast.runtime import extras
 from geoflow_fast.runtime.files import truncate_jsonl
 from geoflow_fast.runtime.progress import LOG_SECONDS, ProgressLine, duration
 
-METRICS_FILE, TENSORBOARD_FOLDER = "metrics.jsonl", "tensorboard"
+METRICS_FILE = "metrics.jsonl"
+Log = Callable[[dict[str, float]], Any]
+"""Gets every record of metrics: the number of the step, "step", and values by name."""
 MEASURED_STEPS = 50
 """So many steps of a run tell how long the rest will take; the first of them, which warms up, does not count."""
 
 
-def check_tensorboard(folder: Path | None) -> None:
-    """Raises a ValueError if TensorBoard's events cannot be written to the folder of a run."""
-    if folder is None:
-        raise ValueError("tensorboard=True needs out=, the folder to write to")
-    if reason := extras.missing("tensorboard=True", "tensorboard", "tensorboard", "train"):
-        raise ValueError(reason)
-
-
 class Metrics:
-    """Writes metrics to a JSONL file and, if asked, to TensorBoard; without a folder it writes nothing."""
+    """Writes metrics to a JSONL file, if there is a folder, and passes the same records to `log`, if there is one."""
 
-    def __init__(self, folder: Path | None, step: int, *, tensorboard: bool) -> None:
+    def __init__(self, folder: Path | None, step: int, log: Log | None = None) -> None:
         self.path = None if folder is None else folder / METRICS_FILE
-        self.board = None
+        self.log = log
         if self.path is not None:
             # The steps after the checkpoint are taken again, and their lines written again.
             truncate_jsonl(self.path, lambda line: line["step"] <= step)
-        if tensorboard and folder is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.board = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=step + 1)
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """Writes one line of metrics."""
+        """Writes one record of metrics."""
+        record = {"step": step, **values}
         if self.path is not None:
             with self._name_file(), open(self.path, "a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, **values}) + "\n")
-        if self.board is not None:
-            for name, value in values.items():
-                self.board.add_scalar(name, value, step)
+                file.write(json.dumps(record) + "\n")
+        if self.log is not None:
+            self.log(record)
 
     def sync(self) -> None:
         """Brings the lines to disk. After a power cut the file must hold all the steps that the checkpoint counts."""
@@ -62,11 +52,6 @@ class Metrics:
             yield
         except OSError as error:
             raise OSError(error.errno, f"could not write {self.path} ({error.strerror})") from error
-
-    def close(self) -> None:
-        """Flushes and closes TensorBoard's file."""
-        if self.board is not None:
-            self.board.close()
 
 
 class TrainingLine:

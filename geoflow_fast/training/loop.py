@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Generic
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from geoflow_fast.flow.model import CONFIG_FILE, WEIGHTS_FILE
@@ -28,23 +28,14 @@ from geoflow_fast.runtime.interrupt import stop_on_interrupt
 from geoflow_fast.runtime.late import LateValues
 from geoflow_fast.runtime.tensors import load_tensors, save_tensors
 from geoflow_fast.training.batches import Prefetcher, generator_for, tensors_of, with_tensors
-from geoflow_fast.training.config import RunConfig
 from geoflow_fast.training.half import HalfTwin
-from geoflow_fast.training.logging import (
-    METRICS_FILE,
-    Metrics,
-    StepRate,
-    TrainingLine,
-    check_tensorboard,
-    share_of_time,
-)
+from geoflow_fast.training.logging import METRICS_FILE, Log, Metrics, StepRate, TrainingLine, share_of_time
 from geoflow_fast.training.objective import B, Objective
 from geoflow_fast.training.ranks import sum_gradients
 
 LOGGER = logging.getLogger(__name__)
-MOMENTUM = 0.9
 CHECKPOINT_FILE = "last.safetensors"
-CHANGEABLE = {"checkpoint_every", "log_every", "tensorboard", "prefetch", "patience"}
+CHANGEABLE = {"checkpoint_every", "log_every", "prefetch", "patience"}
 """Settings that may differ when a run is continued, because they do not change the weights of a step."""
 
 
@@ -74,21 +65,6 @@ class TrainReport:
     blend: dict[str, Any] | None = None
 
 
-def make_optimizer(module: nn.Module, config: RunConfig, rate: Tensor | None = None) -> torch.optim.Optimizer:
-    """The optimiser that `config` names, over all parameters. One whose steps are captured reads its learning rate from
-    the tensor `rate`."""
-    options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "fused": True}
-    optimizer: torch.optim.Optimizer
-    if config.optimizer == "sgd":
-        optimizer = torch.optim.SGD(module.parameters(), momentum=MOMENTUM, **options)
-    else:
-        chosen = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[config.optimizer]
-        optimizer = chosen(module.parameters(), capturable=rate is not None, **options)
-    for group in optimizer.param_groups if rate is not None else ():
-        group["lr"] = rate
-    return optimizer
-
-
 class Run(Generic[B]):
     """The state of a run; `complete` takes it to its end."""
 
@@ -104,7 +80,7 @@ class Run(Generic[B]):
         self.learning_rate: Tensor | None = None
         if self.why_not_captured is None:
             self.learning_rate = torch.full((), config.lr, dtype=torch.float32, device=self.device)
-        self.optimizer = make_optimizer(self.module, config, self.learning_rate)
+        self.optimizer = objective.make_optimizer(self.learning_rate)
         self.averaged: AveragedModel | None = None
         if config.ema_decay is not None:
             with torch.device("cpu"):  # a counter besides the copy of the weights
@@ -115,7 +91,6 @@ class Run(Generic[B]):
         self._made_twin: tuple[HalfTwin | None] | None = None
         # Loss and gradient norm of steps that a GPU may not have finished yet.
         self.outcomes: LateValues[int] = LateValues(self.device)
-        self.losses = torch.compile(objective.losses, dynamic=True) if config.compile else objective.losses
         self.dropout_purpose = "dropout" if self.world.is_main else f"dropout of rank {self.world.rank}"
         self.fingerprints = {"data": objective.pairs.fingerprint(), "val": objective.val.fingerprint()}
         self.step = 0
@@ -154,8 +129,6 @@ class Run(Generic[B]):
         """Why a GPU does not replay the steps of this run; None if it does, from the second of each kind on."""
         if self.world.size > 1:
             return "ranks add up their gradients in the middle of a step"
-        if self.config.compile:
-            return "torch.compile traces the step"
         return self.objective.why_not_captured() or unsuitable(next(self.module.parameters()))
 
     def _set_learning_rate(self, rate: float) -> None:
@@ -232,7 +205,7 @@ class Run(Generic[B]):
         """The losses of a piece, by way of the twin if there is one; validation uses the weights themselves."""
         self.objective.twin = twin
         try:
-            return self.losses(piece)
+            return self.objective.losses(piece)
         finally:
             self.objective.twin = None
 
@@ -393,15 +366,20 @@ class Run(Generic[B]):
 
 
 def complete(
-    run: Run[B], out: str | Path | None = None, *, resume: bool = True, progress: bool | None = None
+    run: Run[B],
+    out: str | Path | None = None,
+    *,
+    resume: bool = True,
+    progress: bool | None = None,
+    log: Log | None = None,
 ) -> TrainReport:
     """Takes `run` to its end, continuing what is in the folder `out`. Its module ends in eval mode with the best
     weights. The arguments are those of `train`."""
     began = time.perf_counter()
+    if log is not None and not callable(log):
+        raise TypeError(f"log must be a function of a record, got {log!r}")
     folder = None if out is None else checks.path(out, "out")
     main = run.world.is_main
-    if run.config.tensorboard:
-        check_tensorboard(folder)
     if folder is not None and main:
         folder.mkdir(parents=True, exist_ok=True)
     with contextlib.nullcontext() if folder is None or not main else locked(folder):
@@ -409,7 +387,7 @@ def complete(
         if not run.finished:
             devices = [run.device] if run.device.type == "cuda" else []
             with torch.random.fork_rng(devices):
-                _take_steps(run, folder, shown=progress if main else False)
+                _take_steps(run, folder, shown=progress if main else False, log=log if main else None)
     run.take_best()
     return TrainReport(
         steps=run.step,
@@ -440,7 +418,7 @@ def _begin(run: Run[B], folder: Path | None, *, resume: bool) -> None:
         run.averaged.update_parameters(run.module)  # the first update copies
 
 
-def _take_steps(run: Run[B], folder: Path | None, *, shown: bool | None) -> None:
+def _take_steps(run: Run[B], folder: Path | None, *, shown: bool | None, log: Log | None) -> None:
     """Takes steps until the run is finished or interrupted, or diverges."""
     config, world = run.config, run.world
     if run.why_not_captured is not None and run.device.type == "cuda":
@@ -448,7 +426,7 @@ def _take_steps(run: Run[B], folder: Path | None, *, shown: bool | None) -> None
     fresh = run.best_step < 0 and run.step == 0
     # A new run has no lines yet; those of one that was killed before its first checkpoint are written again.
     last_line = -1 if fresh else run.step
-    metrics = Metrics(folder if world.is_main else None, last_line, tensorboard=config.tensorboard and world.is_main)
+    metrics = Metrics(folder if world.is_main else None, last_line, log)
     line = TrainingLine(config.steps, run.step, shown=shown)
     make = run.objective.training_batch
     prefetcher = Prefetcher(make, run.step, config.steps, run.device, enabled=config.prefetch)
@@ -484,7 +462,6 @@ def _take_steps(run: Run[B], folder: Path | None, *, shown: bool | None) -> None
         raise TrainingDiverged(f"{error}; {kept}; try a smaller lr or a longer warm-up") from None
     finally:
         prefetcher.close()
-        metrics.close()
         line.close()
 
 

@@ -72,6 +72,15 @@ class Objective(ABC, Generic[B]):
     def prepare(self) -> None:
         """Does what comes before the first step of a new run, for instance fits statistics of the data."""
 
+    def make_optimizer(self, rate: Tensor | None) -> torch.optim.Optimizer:
+        """The optimiser of all parameters. One whose steps are captured reads its learning rate from the tensor
+        `rate`."""
+        options: dict[str, Any] = {"weight_decay": self.config.weight_decay, "fused": True}
+        chosen = torch.optim.AdamW(self.module.parameters(), self.config.lr, capturable=rate is not None, **options)
+        for group in chosen.param_groups if rate is not None else ():
+            group["lr"] = rate
+        return chosen
+
     @abstractmethod
     def training_batch(self, step: int) -> B:
         """The batch of a training step. The thread that prefetches batches calls this."""

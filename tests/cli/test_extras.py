@@ -22,8 +22,6 @@ NEEDS = [
     ("matplotlib", "eval", ["entropy", *SCORED, "--plot", "out/plot.png", "--out", "out/scores.parquet"]),
     ("matplotlib", "eval", ["evaluate", *PAIRS, "--out", "out"]),
     ("matplotlib", "eval", ["demo", "--out", "out"]),
-    ("tensorboard", "train", ["train", "--pairs", "pairs", "--tensorboard", "--out", "out"]),
-    ("tensorboard", "train", ["train", "--pairs", "pairs", "--tensorboard", "--head", "--out", "out"]),
     ("open_clip", "encoders", ["embed", "--images", "photos", "--out", "out"]),
     ("PIL", "encoders", ["embed", "--images", "photos", "--encoder", "colours", "--out", "out"]),
 ]

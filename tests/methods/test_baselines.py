@@ -569,18 +569,19 @@ class TestTraining:
 
 
 @pytest.mark.parametrize(
-    ("name", "lr", "optimizer", "batch_size"),
+    ("name", "lr", "momentum", "batch_size"),
     [
-        ("probvlm", 1e-4, "adamw", 2048),
-        ("asymvlm_vmf", 1e-2, "sgd", 2048),
-        ("grove", 1e-5, "adam", 128),
-        ("repvlm", 1e-5, "adamw", 2048),
+        ("probvlm", 1e-4, None, 2048),
+        ("asymvlm_vmf", 1e-2, 0.9, 2048),
+        ("grove", 1e-5, None, 128),
+        ("repvlm", 1e-5, None, 2048),
     ],
 )
-def test_runs_of_the_paper(name, lr, optimizer, batch_size):
-    config = made(name, size="paper").default_config()
+def test_runs_of_the_paper(name, lr, momentum, batch_size):
+    method = made(name, size="paper")
+    config = method.default_config()
     assert (config.steps, config.warmup_steps, config.val_every, config.val_batches) == (120_000, 1000, 10_000, 20)
-    assert (config.lr, config.optimizer, config.batch_size) == (lr, optimizer, batch_size)
+    assert (config.lr, method.MOMENTUM, config.batch_size) == (lr, momentum, batch_size)
 
 
 def test_an_error_names_the_wrong_setting():

@@ -341,8 +341,8 @@ FIXED = dataclasses.replace(CONFIG, fixed_directions=True, batch_size=18, condit
     "changes",
     [
         {},
-        {"accumulate": 3, "ema_decay": None, "optimizer": "sgd"},
-        {"precision": "bfloat16", "optimizer": "adam"},
+        {"accumulate": 3, "ema_decay": None},
+        {"precision": "bfloat16"},
     ],
     ids=["adamw", "pieces", "bfloat16"],
 )
@@ -401,15 +401,8 @@ def test_a_run_with_replayed_steps_is_continued(gpu, tmp_path, on):
 
 
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"fixed_directions": False}, "the number of rows of each direction is drawn in every step"),
-        ({"compile": True}, "torch.compile traces the step"),
-    ],
-)
-def test_reasons_of_a_run(changes, reason):
-    run = new_run(dataclasses.replace(FIXED, **changes))
-    assert reason in run.why_not_captured
+def test_reasons_of_a_run():
+    run = new_run(dataclasses.replace(FIXED, fixed_directions=False))
+    assert "the number of rows of each direction is drawn in every step" in run.why_not_captured
     assert not run.optimizer.param_groups[0].get("capturable", False)
     assert run.learning_rate is None

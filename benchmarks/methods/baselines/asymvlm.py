@@ -46,7 +46,8 @@ class AsymVLM(TrainedBaseline):
     """
 
     ONE_WIDTH_FOR: ClassVar[str | None] = "a distribution of texts over images"
-    RECIPE: ClassVar[RunConfig] = dataclasses.replace(PUBLISHED, weight_decay=5e-4, optimizer="sgd")
+    RECIPE: ClassVar[RunConfig] = dataclasses.replace(PUBLISHED, weight_decay=5e-4)
+    MOMENTUM: ClassVar[float | None] = 0.9
     LEARNING_RATES: ClassVar[dict[str, float]] = {"paper": 1e-2, "small": 1e-2, "tiny": 0.3}
     CONTRASTIVE: ClassVar[bool] = True
 

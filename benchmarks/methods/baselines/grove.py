@@ -153,7 +153,7 @@ class GroVE(TrainedBaseline):
     method: ClassVar[str] = "grove"
     title: ClassVar[str] = "GroVE"
     ONE_WIDTH_FOR: ClassVar[str | None] = "alignment of the predictions"
-    RECIPE: ClassVar[RunConfig] = dataclasses.replace(PUBLISHED, batch_size=128, weight_decay=0.0, optimizer="adam")
+    RECIPE: ClassVar[RunConfig] = dataclasses.replace(PUBLISHED, batch_size=128, weight_decay=0.0)
     LEARNING_RATES: ClassVar[dict[str, float]] = {"paper": 1e-5, "small": 1e-3, "tiny": 1e-2}
     INDUCING: ClassVar[dict[str, int]] = {"paper": 250, "small": 100, "tiny": 40}
 

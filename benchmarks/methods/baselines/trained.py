@@ -50,6 +50,8 @@ class TrainedBaseline(SizedBaseline):
     `LEARNING_RATES` by size."""
 
     RECIPE: ClassVar[RunConfig]
+    MOMENTUM: ClassVar[float | None] = None
+    """That of SGD; None for AdamW."""
     LEARNING_RATES: ClassVar[Mapping[str, float]]
     CONTRASTIVE: ClassVar[bool] = False
     """True if the loss compares the rows of a batch with each other, so that a batch cannot be taken in pieces."""
@@ -91,6 +93,14 @@ class PairObjective(Objective[RowBatch]):
         self.method = method
         self.device = method.device
         self.order = ShuffledBatches(len(task.pairs), task.config.batch_size, task.config.seed)
+
+    def make_optimizer(self, rate: Tensor | None) -> torch.optim.Optimizer:
+        """AdamW, or what the method's paper takes: SGD with a momentum."""
+        momentum, config = self.method.MOMENTUM, self.config
+        if momentum is None:
+            return super().make_optimizer(rate)
+        options = {"momentum": momentum, "weight_decay": config.weight_decay, "fused": True}
+        return torch.optim.SGD(self.module.parameters(), config.lr, **options)
 
     def training_batch(self, step: int) -> RowBatch:
         """The batch of a training step, made of shuffled pairs."""

@@ -359,7 +359,7 @@ def test_a_step_with_fixed_directions_is_one_replay():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"optimizer": "sgd"}, {"accumulate": 2}, {"precision": "float32"}],
+    [{"accumulate": 2}, {"precision": "float32"}],
     ids=lambda changes: next(iter(changes)),
 )
 @pytest.mark.usefixtures("shallow")
