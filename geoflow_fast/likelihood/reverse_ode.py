@@ -52,9 +52,11 @@ def density_estimates(
     given_number: Tensor | None = None,
     *,
     batch_size: int | None = None,
+    total: int | None = None,
 ) -> Tensor:
     """Log-densities in all `directions` at pairs of unit rows [B, d], one estimate per probe: [directions, K, B]
-    float64. `batch_size` pairs are solved together, by default as many as fit into the memory of a batch.
+    float64. `batch_size` pairs are solved together, by default as many as fit into the memory of a batch. `total`: the
+    pairs of the whole call, if these are a part of it, on which depends what precision "auto" is.
 
     `first_row` is the number of the first pair: its probes are those it would have as row `first_row` of a larger call.
     `given_number` [B], for a single conditional direction: pairs with the same number have the same given point, which
@@ -67,7 +69,7 @@ def density_estimates(
         flow.network.check_points(image, text)
         with torch.no_grad():
             return _network_estimates(
-                flow.network, (image, text), directions, settings, seed, first_row, given_number, batch_size
+                flow.network, (image, text), directions, settings, seed, first_row, given_number, batch_size, total
             )
     with evaluated(field), torch.no_grad():
         rows = torch.arange(first_row, first_row + len(image), device=image.device)
@@ -91,6 +93,7 @@ def _network_estimates(
     first_row: int,
     given_number: Tensor | None,
     batch_size: int | None,
+    total: int | None,
 ) -> Tensor:
     """`density_estimates` of pairs in the flow's coordinates, in chunks. On a GPU, chunks of one size are replayed."""
     times = evaluation_times(time_grid(settings.n_steps, kind=settings.grid, reverse=True), settings.solver)
@@ -98,7 +101,7 @@ def _network_estimates(
     most = batch_size or pairs_at_once(network, directions, settings)
     # Chunks of a CPU are of equal size; those of a GPU have the size of all other large calls.
     at_once = most if image.is_cuda else max(1, -(-count // max(1, -(-count // most))))
-    network_rows = count * len(times) * len(directions) * (1 + settings.n_probes)
+    network_rows = (total or count) * len(times) * len(directions) * (1 + settings.n_probes)
     lent = functools.partial(network.prepared, directions, sorted(set(times)), settings.precision, network_rows)
 
     def prepare(stack: contextlib.ExitStack) -> Compute:

@@ -282,6 +282,7 @@ class RetrievalEntropy(nn.Module):
         there = self.gallery.allowed_items(allowed, len(rows), rows.device)
         bias = -self.item_marginals() if isinstance(self.source, HeadSource) else None
         size = batch_rows(check_batch_size(batch_size), rows.device, self.source.point_bytes)
+        size = max(1, -(-len(rows) // max(1, -(-len(rows) // size))))  # batches of about the same size
         if self.gallery.is_divided:
             size = self.gallery.world.share(size)  # ranks draw and score together
 

@@ -475,7 +475,7 @@ class BayesReranker(nn.Module):
             if cheap is not None and not asked:
                 gaps[rows] = close_call(cheap.probabilities(evidence))
             if asks_flow:
-                evidence = self._with_flow(some, index, evidence, asked, advance)
+                evidence = self._with_flow(some, index, evidence, asked, advance, len(queries) * width)
             bank = self._bank_level(some, calibration)
             choices: int | Tensor = index.shape[1]
             if items is not None:
@@ -892,7 +892,7 @@ class BayesReranker(nn.Module):
         return numbers
 
     def _with_flow(
-        self, queries: Tensor, index: Tensor, evidence: Evidence, asked: bool, advance: Advance | None
+        self, queries: Tensor, index: Tensor, evidence: Evidence, asked: bool, advance: Advance | None, total: int
     ) -> Evidence:
         """The evidence with log p(query | item) if the flow is `asked`, and zeros if not: of all items or, in two
         tiers, of the most probable ones without the flow."""
@@ -908,7 +908,7 @@ class BayesReranker(nn.Module):
         def take(number: Tensor) -> Tensor:
             return self.gallery.take(number.clamp(min=0), queries.dtype)
 
-        log_density = self.asked_densities(queries, index, items, take, advance)
+        log_density = self.asked_densities(queries, index, items, take, advance, total)
         features = {**evidence.features, "flow": log_density}
         return dataclasses.replace(evidence, features=features, asked=items if has_tiers else None)
 
@@ -919,9 +919,12 @@ class BayesReranker(nn.Module):
         asked: Tensor,
         take: Callable[[Tensor], Tensor],
         advance: Advance | None,
+        total: int | None = None,
     ) -> Tensor:
         """log p(query | item) [Q, K] of the items with these numbers [Q, K] that are `asked` [Q, K] about, zero for
-        others. `take` gives the items [..., d] with numbers [...]."""
+        others. `take` gives the items [..., d] with numbers [...]. `total`: the pairs of the whole call, by default
+        these."""
+        total = number.numel() if total is None else total
         most = max(1, int(asked.sum(1).max())) if len(asked) else 1
         column = asked.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
         at_once = PAIRS_AT_ONCE
@@ -931,7 +934,7 @@ class BayesReranker(nn.Module):
         def estimated(rows: slice) -> Tensor:
             chosen = number[rows].gather(1, column[rows])
             there = asked[rows].gather(1, column[rows])
-            estimate = self.log_densities(queries[rows], take(chosen), chosen, there)
+            estimate = self.log_densities(queries[rows], take(chosen), chosen, there, total)
             if advance is not None:
                 advance(len(chosen))
             nothing = torch.zeros(asked[rows].shape, dtype=torch.float64, device=queries.device)
@@ -939,20 +942,20 @@ class BayesReranker(nn.Module):
 
         return in_batches(estimated, len(queries), max(1, at_once // most))
 
-    def log_densities(self, queries: Tensor, items: Tensor, number: Tensor, valid: Tensor) -> Tensor:
-        """log p(query | item) [Q, K] of items [Q, K, d], zero where they are not `valid` [Q, K]. All are estimated at
-        once; an item that several queries share, as equal `number` [Q, K] tell, is encoded once."""
+    def log_densities(self, queries: Tensor, items: Tensor, number: Tensor, valid: Tensor, total: int) -> Tensor:
+        """log p(query | item) [Q, K] of items [Q, K, d], zero where they are not `valid` [Q, K]. An item that several
+        queries share, as equal `number` [Q, K] tell, is encoded once. The whole call has `total` pairs."""
         assert self.flow is not None
         every = queries.unsqueeze(1).expand(-1, items.shape[1], -1)
         directions = (self.direction.reverse,)
         if queries.is_cuda:
             # Which items are valid, and how many, only the GPU knows: it takes all of them, and solves have one shape.
             image, text = self.direction.pair(every.flatten(0, 1), items.flatten(0, 1))
-            estimates = density_estimates(self.flow, image, text, directions, self.density, self.seed)
+            estimates = density_estimates(self.flow, image, text, directions, self.density, self.seed, total=total)
             return estimates[0].mean(0).view(valid.shape).masked_fill(~valid, 0.0)
         image, text = self.direction.pair(every[valid], items[valid])
         estimates = density_estimates(
-            self.flow, image, text, directions, self.density, self.seed, given_number=number[valid]
+            self.flow, image, text, directions, self.density, self.seed, given_number=number[valid], total=total
         )
         log_density = torch.zeros(valid.shape, dtype=torch.float64, device=queries.device)
         log_density[valid] = estimates[0].mean(0)

@@ -135,6 +135,36 @@ def test_results_do_not_depend_on_the_batch_size(name):
         assert 0 < int(wholes[1023]["asked_flow"].sum()) <= 0.3 * 1023
 
 
+@pytest.mark.parametrize("subject", ["entropy", "rerank", "sample", "density"])
+def test_what_auto_precision_is_does_not_depend_on_the_batch_size(subject, monkeypatch):
+    """It depends on the rows of the whole call, as where bfloat16 is faster."""
+    monkeypatch.setattr("geoflow_fast.flow.precision.bfloat16_pays", lambda _: True)
+    flow, queries = small_flow(), unit(40, DIM, seed=1)
+    sampling = gf.SamplingSettings(n_samples=2, n_steps=2, precision="auto")
+
+    def call(precision: str, size: int | None) -> Tensor:
+        settings = dataclasses.replace(sampling, precision=precision)
+        if subject == "entropy":
+            scorer = gf.RetrievalEntropy(flow, unit(ITEMS, DIM), kappa=20.0, settings=settings)
+            scorer.precision = "float32"
+            return scorer(queries, batch_size=size).entropy
+        if subject == "rerank":
+            reranker = gf.BayesReranker(flow, unit(ITEMS, DIM), shortlist=4, n_steps=2)
+            reranker.precision = precision
+            return reranker.rerank(queries, batch_size=size).entropy
+        if subject == "sample":
+            return gf.sample(flow, text=queries, settings=settings, batch_size=size, generator=seeded())[0]
+        density = dataclasses.replace(DENSITY, n_steps=4, precision=precision)
+        pair = queries, unit(40, DIM, seed=2)
+        return gf.log_density(flow, *pair, settings=density, batch_size=size, generator=seeded())
+
+    whole, single = call("float32", None), call("float32", 1)
+    torch.testing.assert_close(single, whole, atol=2e-5, rtol=0)
+    rounded = call("auto", None)
+    assert float((rounded - whole).abs().max()) > 1e-3
+    torch.testing.assert_close(call("auto", 1), rounded, atol=2e-5, rtol=0)
+
+
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_no_rows_are_one_empty_batch(name):
     call = SUBJECTS[name]()
@@ -160,7 +190,7 @@ def test_batches_fit_into_the_memory_of_one(subject, monkeypatch):
         draw = scorer.source.draw
         scorer.source.draw = lambda queries, *rest: sizes.append(len(queries)) or draw(queries, *rest)
         scorer(unit(100, DIM, seed=1))
-        assert sizes == [33, 33, 33, 1]  # 1200 bytes a query
+        assert sizes == [25] * 4  # 1200 bytes a query leave room for 33
     else:
         reranker = gf.BayesReranker(flow, unit(ITEMS, DIM), shortlist=(20, 4), n_steps=1)
         shortlists = reranker._shortlists

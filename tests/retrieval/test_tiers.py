@@ -107,9 +107,9 @@ class TestReranker:
         assert fitted.calibration.rest is not None
         solved, plain = [], fitted.log_densities
 
-        def counting(queries: Tensor, items: Tensor, number: Tensor, valid: Tensor) -> Tensor:
+        def counting(queries: Tensor, items: Tensor, number: Tensor, valid: Tensor, total: int) -> Tensor:
             solved.append(int(valid.sum()))
-            return plain(queries, items, number, valid)
+            return plain(queries, items, number, valid, total)
 
         monkeypatch.setattr(fitted, "log_densities", counting)
         result = fitted(oracle.pairs(ITEMS, 0)[1][:30])
