@@ -12,11 +12,11 @@ from torch import Tensor
 
 from geoflow_fast.directions import Direction
 from geoflow_fast.flow.config import GeoFlowConfig
-from geoflow_fast.manifolds import Guided, Interpolant, Manifold, Motion
+from geoflow_fast.manifolds import GuidedVelocity, Interpolant, Sphere, Velocity
 from geoflow_fast.noise import base_noise
 
 
-class Euclidean(Manifold):
+class Euclidean(Sphere):
     """Flat space with straight lines and a standard normal base distribution."""
 
     unit_norm = False
@@ -24,16 +24,16 @@ class Euclidean(Manifold):
     def project(self, x: Tensor, v: Tensor) -> Tensor:  # noqa: ARG002
         return v
 
-    def step(self, x: Tensor, v: Motion, h: float) -> Tensor:
+    def step(self, x: Tensor, v: Velocity, h: float) -> Tensor:
         return torch.add(x, self._velocity(v), alpha=h)
 
-    def retract(self, x: Tensor, v: Motion, h: float, at: Tensor | None = None) -> Tensor:  # noqa: ARG002
+    def step_and_normalise(self, x: Tensor, v: Velocity, h: float, at: Tensor | None = None) -> Tensor:  # noqa: ARG002
         return self.step(x, v, h)
 
-    def stage(
+    def runge_kutta_stage(
         self,
         x: Tensor,
-        v: Motion,
+        v: Velocity,
         h: float,
         at: Tensor,  # noqa: ARG002
         total: Tensor,
@@ -42,19 +42,18 @@ class Euclidean(Manifold):
         u = self._velocity(v)
         return torch.add(x, u, alpha=h), torch.add(total, u, alpha=weight)
 
-    def multistep(self, x: Tensor, v: Motion, h: float, carried: Tensor | None, share: float) -> tuple[Tensor, Tensor]:
+    def adams_bashforth_step(
+        self, x: Tensor, v: Velocity, h: float, carried: Tensor | None, share: float
+    ) -> tuple[Tensor, Tensor]:
         u = self._velocity(v)
         return torch.add(x, u if carried is None else torch.add(u, u - carried, alpha=share), alpha=h), u
 
     @staticmethod
-    def _velocity(v: Motion) -> Tensor:
-        v, free, guidance = v if isinstance(v, Guided) else Guided(v)
+    def _velocity(v: Velocity) -> Tensor:
+        v, free, guidance = v if isinstance(v, GuidedVelocity) else GuidedVelocity(v)
         return v if free is None else torch.add(v, v - free, alpha=guidance)
 
-    def distance(self, a: Tensor, b: Tensor) -> Tensor:
-        return torch.linalg.vector_norm(a - b, dim=-1)
-
-    def freedom(self, d: int) -> int:
+    def tangent_dim(self, d: int) -> int:
         return d
 
     def base_sample(self, n: int, d: int, kind: str = "iid", generator: torch.Generator | None = None) -> Tensor:
@@ -107,7 +106,7 @@ class EuclideanConfig(GeoFlowConfig):
     """Tells its files and digests from those of a flow on the sphere."""
 
     @functools.cached_property
-    def manifold(self) -> Manifold:
+    def manifold(self) -> Sphere:
         """Flat space."""
         return EUCLIDEAN
 

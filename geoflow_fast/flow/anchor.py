@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from geoflow_fast.directions import Direction
 from geoflow_fast.linear import ridge
-from geoflow_fast.manifolds import Manifold
+from geoflow_fast.manifolds import Sphere
 
 POWERS = 4
 """Number of coefficients of the polynomial in time by which a prediction is weighted."""
@@ -54,7 +54,7 @@ class Anchor(nn.Module):
 
     @torch.no_grad()
     def fit(
-        self, streams: tuple[Tensor, Tensor], fold: Tensor, start: Tensor | None, manifold: Manifold, seed: int
+        self, streams: tuple[Tensor, Tensor], fold: Tensor, start: Tensor | None, manifold: Sphere, seed: int
     ) -> None:
         """Fits maps and weights to pairs (image [n, d_I], text [n, d_T]) in the flow's coordinates.
 
@@ -71,7 +71,7 @@ class Anchor(nn.Module):
             target.copy_(weight)
             self._fit_gains(predictions, generated, stream, manifold, seed)
 
-    def _fit_gains(self, predictions: Tensor, generated: Tensor, stream: int, manifold: Manifold, seed: int) -> None:
+    def _fit_gains(self, predictions: Tensor, generated: Tensor, stream: int, manifold: Sphere, seed: int) -> None:
         """Least squares of the velocity on the powers of time, each times the prediction."""
         generator = torch.Generator().manual_seed(seed)
         rows = torch.randint(len(generated), (GAIN_ROWS,), generator=generator, device="cpu")

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from geoflow_fast.manifolds import SPHERE, Manifold
+from geoflow_fast.manifolds import SPHERE, Sphere
 from geoflow_fast.runtime import checks, processors
 
 SIZES = {
@@ -113,7 +113,7 @@ class GeoFlowConfig:
         return 64 * math.ceil(self.hidden * 8 / 3 / 64)
 
     @property
-    def manifold(self) -> Manifold:
+    def manifold(self) -> Sphere:
         """The space of each stream."""
         return SPHERE
 

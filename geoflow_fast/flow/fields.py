@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from geoflow_fast.directions import Direction
-from geoflow_fast.manifolds import Manifold, manifold_of
+from geoflow_fast.manifolds import Sphere, manifold_of
 from geoflow_fast.runtime.graphs import CapturedCall, Compute, Graphs
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Streams = tuple[Tensor, Tensor]
 """What belongs to the image and what belongs to the text, [B, d_I] and [B, d_T]."""
 
-Velocity = Callable[[Tensor, Tensor, float], Streams]
+VelocityFunction = Callable[[Tensor, Tensor, float], Streams]
 """velocity(image, text, t) -> (v_image, v_text), for one direction."""
 
 
@@ -38,7 +38,7 @@ class FlowField(Field, Protocol):
     and 1 (text).
     """
 
-    manifold: Manifold
+    manifold: Sphere
     """The space of each stream."""
 
     @property
@@ -55,7 +55,7 @@ class FlowField(Field, Protocol):
 
     def velocity_at(
         self, times: Sequence[float], direction: Direction, precision: str = "float32", rows: int | None = None
-    ) -> contextlib.AbstractContextManager[Velocity]:
+    ) -> contextlib.AbstractContextManager[VelocityFunction]:
         """Lends the velocity, without dropout, as a function that may be called at these times. It may return the
         generated streams before their tangent projection, and leave the given one out. `precision`: that of a network's
         matrix products, for so many `rows` in all."""
@@ -106,7 +106,7 @@ class PlainField:
         direction: Direction,
         precision: str = "float32",  # noqa: ARG002
         rows: int | None = None,  # noqa: ARG002
-    ) -> Iterator[Velocity]:
+    ) -> Iterator[VelocityFunction]:
         with evaluated(self.field):
             yield lambda image, text, t: self.velocity(image, text, t, direction)
 

@@ -20,7 +20,7 @@ from geoflow_fast.data.fingerprint import Origin
 from geoflow_fast.directions import STREAMS, Counts, Direction, row_directions, sort_rows
 from geoflow_fast.flow.anchor import Anchor
 from geoflow_fast.flow.config import GeoFlowConfig
-from geoflow_fast.flow.fields import Streams, Velocity
+from geoflow_fast.flow.fields import Streams, VelocityFunction
 from geoflow_fast.flow.inference import InferenceNetwork, PreparedNetworks, PreparedVelocity
 from geoflow_fast.flow.modulation import InterpolatedRows, TimePoints
 from geoflow_fast.flow.network import (
@@ -161,7 +161,7 @@ class GeoFlow(hub.Pretrained, nn.Module):
     @contextlib.contextmanager
     def velocity_at(
         self, times: Sequence[float], direction: Direction, precision: str = "float32", rows: int | None = None
-    ) -> Iterator[Velocity]:
+    ) -> Iterator[VelocityFunction]:
         """Lends velocity(image, text, t) for one direction and any of these times, by a network that is `prepared`:
         without gradients and dropout. Points are not checked. The generated streams are as the network computes them,
         for steps that project them, and a given stream has no rows."""

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from geoflow_fast.directions import IMAGE, STREAMS, TEXT, Direction
-from geoflow_fast.flow.fields import Field, FlowField, Streams, Velocity, as_flow
+from geoflow_fast.flow.fields import Field, FlowField, Streams, VelocityFunction, as_flow
 from geoflow_fast.flow.precision import TF32
 from geoflow_fast.flow.solvers import GRIDS, SOLVERS, Points, Rate, evaluation_times, integrate, time_grid
 from geoflow_fast.geometry import check_rows
-from geoflow_fast.manifolds import SPHERE, Guided, Manifold
+from geoflow_fast.manifolds import SPHERE, GuidedVelocity, Sphere
 from geoflow_fast.noise import NOISE_KINDS
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.batches import check_batch_size, in_batches
@@ -131,7 +131,7 @@ class StartingPoints:
         widths: tuple[int, int],
         direction: Direction,
         generator: torch.Generator | None,
-        manifold: Manifold = SPHERE,
+        manifold: Sphere = SPHERE,
     ) -> StartingPoints:
         """Draws the points on the CPU, float32: they depend on the generator's state alone, not on queries or device.
         `widths` are those of image and text."""
@@ -216,7 +216,7 @@ def network_rows_at_once(flow: FlowField, like: Tensor, on_cpu: int) -> int:
 
 
 def guided_rate(
-    velocity: Velocity,
+    velocity: VelocityFunction,
     direction: Direction,
     start: StartingPoints,
     free_at_start: Tensor | None,
@@ -233,15 +233,15 @@ def guided_rate(
     condition = queries.repeat_interleave(len(start.generated), 0)
     both = torch.cat((condition, start.condition.repeat(len(queries), 1)))
 
-    def rate(point: Points, t: float, weight: float) -> tuple[Guided]:  # noqa: ARG001
+    def rate(point: Points, t: float, weight: float) -> tuple[GuidedVelocity]:  # noqa: ARG001
         if free_at_start is not None and t > 0:
             conditional, free = velocity(*direction.pair(both, point[0].repeat(2, 1)), t)[stream].chunk(2)
         else:
             conditional = velocity(*direction.pair(condition, point[0]), t)[stream]
             if free_at_start is None:
-                return (Guided(conditional),)
+                return (GuidedVelocity(conditional),)
             free = free_at_start.repeat(len(queries), 1)
-        return (Guided(conditional, free, guidance),)
+        return (GuidedVelocity(conditional, free, guidance),)
 
     return rate
 
@@ -259,8 +259,8 @@ def _sample_joint(
     def prepare(stack: contextlib.ExitStack) -> Compute:
         velocity = stack.enter_context(flow.velocity_at(moments, Direction.JOINT, settings.precision, rows))
 
-        def rate(point: Points, t: float, weight: float) -> list[Guided]:  # noqa: ARG001
-            return [Guided(v) for v in velocity(point[0], point[1], t)]
+        def rate(point: Points, t: float, weight: float) -> list[GuidedVelocity]:  # noqa: ARG001
+            return [GuidedVelocity(v) for v in velocity(point[0], point[1], t)]
 
         def solve(*start: Tensor) -> Tensor:
             return torch.cat(integrate(rate, start, times, solver=settings.solver, manifold=manifold), dim=1)

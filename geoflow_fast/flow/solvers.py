@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from geoflow_fast.geometry import capturing, eps
-from geoflow_fast.manifolds import SPHERE, Manifold, Motion
+from geoflow_fast.manifolds import SPHERE, Sphere, Velocity
 from geoflow_fast.runtime import checks
 
 EVALUATIONS = {"euler": 1, "midpoint": 2, "ab2": 1, "rk4": 4}
@@ -24,7 +24,7 @@ Points = tuple[Tensor, ...]
 """One tensor [B, d] per stream that moves."""
 
 
-Rate = Callable[[Points, float, float], Sequence[Motion]]
+Rate = Callable[[Points, float, float], Sequence[Velocity]]
 """rate(point, t, weight) -> velocities, whose tangent parts are followed. The integral of a function along the path is
 the sum over all evaluations of `weight` times the function, so a rate can accumulate integrals while it is evaluated; a
 weight of 0 marks an auxiliary evaluation."""
@@ -95,7 +95,7 @@ def integrate(
     times: Tensor,
     *,
     solver: str = "midpoint",
-    manifold: Manifold = SPHERE,
+    manifold: Sphere = SPHERE,
     monitor: FiniteMonitor | None = None,
 ) -> Points:
     """Carries `start` along `rate` over the grid `times` [S + 1] and returns where it arrives.
@@ -116,7 +116,7 @@ def integrate(
 
 
 def _euler(
-    rate: Rate, point: Points, grid: list[float], manifold: Manifold, solver: str, monitor: FiniteMonitor
+    rate: Rate, point: Points, grid: list[float], manifold: Sphere, solver: str, monitor: FiniteMonitor
 ) -> Points:
     for k, (now, after) in enumerate(itertools.pairwise(grid)):
         h = after - now
@@ -125,9 +125,7 @@ def _euler(
     return point
 
 
-def _ab2(
-    rate: Rate, point: Points, grid: list[float], manifold: Manifold, solver: str, monitor: FiniteMonitor
-) -> Points:
+def _ab2(rate: Rate, point: Points, grid: list[float], manifold: Sphere, solver: str, monitor: FiniteMonitor) -> Points:
     """Adams-Bashforth of order two: v_k + h_k / (2 h_{k-1}) (v_k - v_{k-1}), begun with an Euler step."""
     steps = [after - now for now, after in itertools.pairwise(grid)]
     # Weight of the difference of velocities in step k: zero in the first step and beyond the last one.
@@ -136,33 +134,34 @@ def _ab2(
     carried: Sequence[Tensor | None] = [None] * len(point)
     for k, h in enumerate(steps):
         velocities = rate(point, grid[k], h * (1 + share[k]) - ahead[k] * share[k + 1])
-        moved = [manifold.multistep(x, v, h, old, share[k]) for x, v, old in zip(point, velocities, carried)]
+        moved = [manifold.adams_bashforth_step(x, v, h, old, share[k]) for x, v, old in zip(point, velocities, carried)]
         point, carried = zip(*moved)
         monitor.check(point, k, grid[k + 1], solver)
     return point
 
 
 def _midpoint(
-    rate: Rate, point: Points, grid: list[float], manifold: Manifold, solver: str, monitor: FiniteMonitor
+    rate: Rate, point: Points, grid: list[float], manifold: Sphere, solver: str, monitor: FiniteMonitor
 ) -> Points:
     for k, (now, after) in enumerate(itertools.pairwise(grid)):
         h = after - now
-        halfway = manifold.retract_all(point, rate(point, now, 0.0), h / 2)
-        point = manifold.retract_all(point, rate(halfway, now + h / 2, h), h, halfway)
+        velocities = rate(point, now, 0.0)
+        halfway = tuple(manifold.step_and_normalise(x, v, h / 2) for x, v in zip(point, velocities))
+        moving = zip(point, rate(halfway, now + h / 2, h), halfway)
+        point = tuple(manifold.step_and_normalise(x, v, h, y) for x, v, y in moving)
         monitor.check(point, k, after, solver)
     return point
 
 
-def _rk4(
-    rate: Rate, point: Points, grid: list[float], manifold: Manifold, solver: str, monitor: FiniteMonitor
-) -> Points:
+def _rk4(rate: Rate, point: Points, grid: list[float], manifold: Sphere, solver: str, monitor: FiniteMonitor) -> Points:
     for k, (now, after) in enumerate(itertools.pairwise(grid)):
         h = after - now
         middle = now + h / 2
         at = total = point  # where the rate is evaluated, and the point plus the velocities so far, weighted
         for t, weight, ahead in ((now, h / 6, h / 2), (middle, h / 3, h / 2), (middle, h / 3, h)):
             moving = zip(point, rate(at, t, weight), at, total)
-            at, total = zip(*[manifold.stage(x, v, ahead, y, sum_, weight) for x, v, y, sum_ in moving])
-        point = manifold.retract_all(total, rate(at, after, h / 6), h / 6, at)
+            at, total = zip(*[manifold.runge_kutta_stage(x, v, ahead, y, sum_, weight) for x, v, y, sum_ in moving])
+        last = zip(total, rate(at, after, h / 6), at)
+        point = tuple(manifold.step_and_normalise(x, v, h / 6, y) for x, v, y in last)
         monitor.check(point, k, after, solver)
     return point

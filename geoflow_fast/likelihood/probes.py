@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from geoflow_fast.geometry import inner
 from geoflow_fast.likelihood.settings import DensitySettings
-from geoflow_fast.manifolds import Manifold
+from geoflow_fast.manifolds import Sphere
 from geoflow_fast.ops import dispatch
 from geoflow_fast.ops.tangent_probes import hashed_normals, shaped_probes
 
@@ -33,7 +33,7 @@ class Probes:
 
     FRAME = 32
 
-    def __init__(self, seed: int | Tensor, rows: Tensor, settings: DensitySettings, manifold: Manifold) -> None:
+    def __init__(self, seed: int | Tensor, rows: Tensor, settings: DensitySettings, manifold: Sphere) -> None:
         self.seed, self.settings, self.manifold = seed, settings, manifold
         self.rows = torch.zeros_like(rows[:1]) if settings.shared else rows
         self.signs = settings.probe == "rademacher"
@@ -48,7 +48,7 @@ class Probes:
             basis = torch.eye(x.shape[1], dtype=x.dtype, device=x.device).unsqueeze(1)
             return self.manifold.project(x, basis.expand(-1, len(x), -1))
         number = number if self.settings.redraw else 0
-        freedom, seen = self.manifold.freedom(x.shape[1]), self._seen.get(stream)
+        freedom, seen = self.manifold.tangent_dim(x.shape[1]), self._seen.get(stream)
         if x.is_cuda and not self.settings.shared:
             draws = self.rows, self._seed_on(x.device), number, stream, self.settings.n_probes
             e: Tensor = dispatch.choose("tangent_probes", x, "auto", (x,))(x, *draws, self.signs, seen, freedom)
@@ -76,7 +76,7 @@ class Probes:
         isotropic Jacobian would also have, J e leans towards the eigenvectors of the largest eigenvalues. This is a
         step of power iteration, averaged over probes and draws, whose signs are arbitrary.
         """
-        freedom = self.manifold.freedom(x.shape[1])
+        freedom = self.manifold.tangent_dim(x.shape[1])
         curvature = -float(freedom) if curved and self.manifold.unit_norm else 0.0
         if self.settings.exact:
             trace = (product.double() * e.double()).sum((0, -1)) + curvature * (x.double() * f.double()).sum(-1)

@@ -24,7 +24,7 @@ from geoflow_fast.geometry import capturing, check_rows
 from geoflow_fast.likelihood.evaluators import Evaluator, FieldEvaluator, NetworkEvaluator
 from geoflow_fast.likelihood.probes import Probes
 from geoflow_fast.likelihood.settings import DensitySettings
-from geoflow_fast.manifolds import Manifold
+from geoflow_fast.manifolds import Sphere
 from geoflow_fast.runtime.batches import batch_rows, in_batches
 from geoflow_fast.runtime.device import rows_at_once
 from geoflow_fast.runtime.graphs import Compute
@@ -168,7 +168,7 @@ class _ReverseSolve:
     def __init__(
         self,
         evaluator: Evaluator,
-        manifold: Manifold,
+        manifold: Sphere,
         directions: Sequence[Direction],
         pair: Streams,
         settings: DensitySettings,

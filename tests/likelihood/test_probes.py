@@ -15,7 +15,7 @@ from geoflow_fast.directions import DIRECTIONS, Direction
 from geoflow_fast.geometry import dot, project_tangent
 from geoflow_fast.likelihood.probes import Probes
 from geoflow_fast.likelihood.reverse_ode import density_estimates
-from geoflow_fast.manifolds import SPHERE, Manifold
+from geoflow_fast.manifolds import SPHERE, Sphere
 from geoflow_fast.noise import sample_uniform
 from geoflow_fast.ops.tangent_probes import hashed_normals, leading_part, probe_traces_reference
 from tests.likelihood.helpers import oracles, random_flow, random_pairs, seeded
@@ -34,7 +34,7 @@ PROBE_KINDS = [
 """Every kind of probes that the settings allow."""
 
 
-def probes(rows: int = 200, count: int = 3, first: int = 0, manifold: Manifold = SPHERE, **changes) -> Probes:
+def probes(rows: int = 200, count: int = 3, first: int = 0, manifold: Sphere = SPHERE, **changes) -> Probes:
     settings = gf.DensitySettings(n_probes=count, **changes)
     return Probes(5, torch.arange(first, first + rows), settings, manifold)
 
