@@ -158,7 +158,7 @@ class InferenceNetwork:
         if not any(pairs for _, pairs in (solve.size for solve in solves)):  # the kernels take at least one row
             streams = [(number, stream) for number, solve in enumerate(solves) for stream in solve.direction.generated]
             return {(n, stream): (solves[n].points[stream], solves[n].tangents[stream]) for n, stream in streams}
-        with torch.autocast(self.device.type, enabled=False), tf32_products(self.tf32):
+        with torch.autocast(self.device.type, enabled=False), tf32_products(self.tf32, self.device):
             return self._evaluate(self.modulations[self.time_number[t]], solves)
 
     def _evaluate(self, modulation: Tensor, solves: Sequence[Solve]) -> dict[tuple[int, int], Dual]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -17,12 +18,14 @@ from torch import Tensor
 from geoflow_fast.ops import native
 from geoflow_fast.ops.product import product
 from geoflow_fast.runtime import checks
+from geoflow_fast.runtime.device import tf32_allowed
 
 TF32 = "tf32"
 """What networks know besides `checks.PRECISIONS`."""
 HALVES = (torch.bfloat16, torch.float16)
 AMPERE = (8, 0)
 """The first NVIDIA GPUs that multiply in bfloat16 and TF32."""
+_PRODUCTS = threading.RLock()
 WORTH_ROWS = 128
 """From so many rows through the network in one call the weights are worth converting for it."""
 
@@ -79,11 +82,11 @@ def _seconds(run: Callable[[], Tensor]) -> float:
 
 
 @contextlib.contextmanager
-def tf32_products(enabled: bool) -> Iterator[None]:
-    """Lets float32 products on a GPU use TF32 inside, if `enabled`."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    try:
-        torch.backends.cuda.matmul.allow_tf32 = before or enabled
+def tf32_products(enabled: bool, device: torch.device) -> Iterator[None]:
+    """Lets float32 products on a GPU use TF32 inside, if `enabled`. torch has one setting for all threads: a call waits
+    until those of other threads that want it otherwise have started their products."""
+    if device.type != "cuda":
         yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+        return
+    with _PRODUCTS, tf32_allowed() if enabled else contextlib.nullcontext():
+        yield

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -36,6 +39,32 @@ def rows_at_once(device: torch.device, row_bytes: float, on_cpu: int) -> int:
         return on_cpu
     fitting = int(WORKING_SHARE * spare_memory(device) / row_bytes)
     return GPU_ROWS_AT_ONCE if fitting >= GPU_ROWS_AT_ONCE else 1 << max(0, fitting.bit_length() - 1)
+
+
+def multiplies_in_tf32() -> bool:
+    """Whether float32 products on GPUs may use TF32 inside."""
+    return getattr(torch.backends.cuda.matmul, _tf32_setting()) in (True, "tf32")
+
+
+@contextlib.contextmanager
+def tf32_allowed() -> Iterator[None]:
+    """Lets float32 products on GPUs use TF32 inside, in all threads. The setting is then what it was before."""
+    matmul: Any = torch.backends.cuda.matmul
+    name = _tf32_setting()
+    before = getattr(matmul, name)
+    if before in (True, "tf32"):
+        yield
+        return
+    setattr(matmul, name, "tf32" if name == "fp32_precision" else True)
+    try:
+        yield
+    finally:
+        setattr(matmul, name, before)
+
+
+def _tf32_setting() -> str:
+    """torch's name of the setting. From torch 2.9 on it is the first one, after whose use the second one raises."""
+    return "fp32_precision" if hasattr(torch.backends.cuda.matmul, "fp32_precision") else "allow_tf32"
 
 
 def clock(device: torch.device) -> float:

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from geoflow_fast.runtime.device import multiplies_in_tf32
+
 LOGGER = logging.getLogger(__name__)
 VARIABLE = "GEOFLOW_GRAPHS"
 KEPT = 4
@@ -175,7 +177,7 @@ class CapturedCall:
 def surroundings() -> Hashable:
     """What the caller's context says about products on a GPU."""
     autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-    return autocast, torch.backends.cuda.matmul.allow_tf32, torch.are_deterministic_algorithms_enabled()
+    return autocast, multiplies_in_tf32(), torch.are_deterministic_algorithms_enabled()
 
 
 def unsuitable(like: Tensor) -> str | None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from geoflow_fast.flow.inference import InferenceNetwork
 from geoflow_fast.flow.precision import product_dtype
 from geoflow_fast.noise import sample_uniform
 from geoflow_fast.ops import native
+from geoflow_fast.runtime.device import multiplies_in_tf32
 from tests.samples import shaken
 
 WIDTH = 24
@@ -153,3 +157,79 @@ def test_other_precisions_are_close(name):
     assert (drawn[0] * drawn[1]).sum(-1).min() > 0.99
     if name == "bfloat16":
         assert not torch.equal(*drawn)
+
+
+@pytest.fixture
+def torch_settings():
+    """Puts back what a test tells torch about float32 products."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    yield matmul
+    matmul.fp32_precision = before
+
+
+needs_names = pytest.mark.skipif(
+    not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="this torch has the earlier name alone"
+)
+
+
+@needs_names
+@pytest.mark.parametrize("chosen", ["float32", "tf32"])
+def test_calls_work_whatever_the_user_tells_torch(torch_settings, chosen):
+    """After the new name was used, the earlier one, allow_tf32, raises."""
+    flow, rows = make_flow(), sample_uniform(3, WIDTH)
+    settings = gf.DensitySettings(n_steps=2, precision=chosen), gf.SamplingSettings(2, 2, precision=chosen)
+
+    def results():
+        generator = torch.Generator().manual_seed(0)
+        density = gf.log_density(flow, rows, rows.flip(0), generator=generator, settings=settings[0])
+        return density, *gf.sample(flow, text=rows, generator=generator, settings=settings[1])
+
+    expected = results()
+    torch_settings.fp32_precision = "tf32"
+    assert all(torch.equal(one, two) for one, two in zip(results(), expected))
+    with precision.tf32_products(enabled=True, device=torch.device("cuda")):
+        assert multiplies_in_tf32()
+    assert torch_settings.fp32_precision == "tf32"
+
+
+@pytest.mark.parametrize("earlier", [True, False])
+def test_tf32_is_allowed_for_one_call(monkeypatch, earlier):
+    if earlier:
+        monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=False))
+    assert not multiplies_in_tf32()
+    with precision.tf32_products(enabled=True, device=torch.device("cpu")):
+        assert not multiplies_in_tf32()
+
+    def failing_call() -> None:
+        with precision.tf32_products(enabled=True, device=torch.device("cuda")):
+            with precision.tf32_products(enabled=True, device=torch.device("cuda")):
+                assert multiplies_in_tf32()
+            assert multiplies_in_tf32()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        failing_call()
+    assert not multiplies_in_tf32()
+    assert not torch.backends.cuda.matmul.allow_tf32
+
+
+def test_calls_of_several_threads_do_not_change_the_precision_of_each_other():
+    seen: list[tuple[bool, bool]] = []
+    start = threading.Barrier(4)
+
+    def call(enabled: bool) -> None:
+        start.wait()
+        for _ in range(50):
+            with precision.tf32_products(enabled, torch.device("cuda")):
+                time.sleep(1e-4)  # lets others run
+                seen.append((enabled, multiplies_in_tf32()))
+
+    threads = [threading.Thread(target=call, args=(enabled,)) for enabled in (True, False) * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(seen) == 200
+    assert all(enabled is found for enabled, found in seen)
+    assert not multiplies_in_tf32()
