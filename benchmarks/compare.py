@@ -37,6 +37,8 @@ ROOT = Path(__file__).parents[1]
 NATIVE = ("csrc", "setup.py")
 REMOVED: dict[str, str] = {
     "Coupling, B = 1024, d = 256: geoflow_fast, structured noise": "structured noise is deleted",
+    "Coupling, B = 1024, d = 256: geoflow_fast, float16 storage": "CPUs keep the cost matrix in float32",
+    "Coupling by squared chords, B = 512, d = 256: geoflow_fast, drawn": "plans of given costs are not drawn from",
 }
 """Rows that one of the compared commits lacks, and why."""
 TURN = 0.1

@@ -23,6 +23,12 @@ def pot_assign(points: Points, iterations: int, eps: float) -> Tensor:
     return torch.from_numpy(plan.argmax(1))
 
 
+def pot_plan(cost: Tensor, iterations: int, eps: float) -> Tensor:
+    """POT's `ot.sinkhorn` in float32: the plan."""
+    ot = importlib.import_module("ot")
+    return torch.from_numpy(ot.sinkhorn([], [], cost.numpy(), eps, numItermax=iterations, stopThr=0.0, warn=False))
+
+
 def geomloss_assign(points: Points, iterations: int, eps: float) -> Tensor:
     """geomloss, which anneals: it needs more iterations for the same plan and is given four times as many."""
     ot = importlib.import_module("geomloss.ot")

@@ -2,8 +2,9 @@
 
 Peers do the same number of iterations on the same points (geomloss anneals and is given four times as many): POT, and
 Sinkhorn in torch in the log domain and in the kernel domain, the latter as one writes it and once more without
-avoidable copies. torchcfm and flash-sinkhorn know squared chords only, and are compared on those. Limits: torch's own
-matrix product for the build, one streaming read of the matrix for an iteration.
+avoidable copies. torchcfm and flash-sinkhorn know squared chords only, and are compared on those, as costs that
+`sinkhorn` is given; POT and `sinkhorn` on uniform costs. Limits: torch's own matrix product for the build, one
+streaming read of the matrix for an iteration.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from benchmarks import peers, twins
 from benchmarks.cases import PEER, Case, Contender, Scaling, each, each_size
 from benchmarks.limits import Work
 from geoflow_fast.noise import sample_uniform
-from geoflow_fast.ops import native
 
 WIDTH, EPS = 1024, 0.05
 
@@ -31,16 +31,15 @@ class Problem:
     """Points, and how many iterations an error of 1e-3 takes."""
 
     points: twins.Points
-    cost: str
     iterations: int
 
     @classmethod
-    def draw(cls, n: int, width: int, cost: str = "arc") -> Problem:
+    def draw(cls, n: int, width: int) -> Problem:
         points = random_points(n, width)
-        return cls(points, cost, gf.ops.sinkhorn(cost, points, eps=EPS).iterations)
+        return cls(points, int(torch.ops.geoflow.ot_solve(*points, EPS, 1e-3, 1000, None, "auto")[3][0]))
 
-    def ours(self, **options: Any) -> Tensor:
-        return gf.ops.ot_assign(*self.points, eps=EPS, cost=self.cost, backend="cpu", **options)
+    def ours(self) -> Tensor:
+        return gf.ops.ot_assign(*self.points, eps=EPS, backend="cpu")
 
     @property
     def joined(self) -> tuple[Tensor, Tensor]:
@@ -76,18 +75,18 @@ ARC = (
         "torch, kernel domain, in place", lambda p: twins.torch_kernel_in_place(p.points, p.iterations, EPS), PEER
     ),
     Contender("geoflow_fast", lambda p: p.ours()),
-    Contender(
-        "geoflow_fast, float16 storage",
-        lambda p: p.ours(storage="float16"),
-        agrees=share_alike(0.99),
-    ),
 )
+
+
+def squared_chords(problem: Problem) -> gf.ops.SinkhornResult:
+    x, y = problem.joined
+    return gf.ops.sinkhorn(4 - 2 * (x @ y.T), EPS, backend="cpu")
 
 
 def chord_truth(problem: Problem) -> tuple[Tensor, Tensor, float]:
     """Row argmax, the cost matrix, and the mean cost under the plan."""
-    cost = gf.ops.transport_cost(*problem.points, cost="chord")
-    return problem.ours(), cost, gf.ops.sinkhorn(cost, eps=EPS).transport_cost
+    result = squared_chords(problem)
+    return (result.g - result.cost).argmax(1), result.cost, result.transport_cost
 
 
 def drawn_like(result: tuple[Tensor, Tensor], truth: tuple[Tensor, Tensor, float]) -> bool:
@@ -105,9 +104,34 @@ CHORD = (
         agrees=lambda result, truth: share_alike(0.99)(result, truth[0]),
     ),
     Contender("torchcfm, drawn", lambda p: peers.torchcfm_draw(*p.joined, EPS), PEER, needs="torchcfm"),
-    Contender("geoflow_fast", lambda p: p.ours(), agrees=lambda result, truth: share_alike(0.999)(result, truth[0])),
-    Contender("geoflow_fast, drawn", lambda p: (torch.arange(len(p.points[0])), p.ours(assignment="sample"))),
+    Contender(
+        "geoflow_fast",
+        lambda p: (lambda result: (result.g - result.cost).argmax(1))(squared_chords(p)),
+        agrees=lambda result, truth: share_alike(0.999)(result, truth[0]),
+    ),
 )
+
+
+GIVEN = (
+    Contender("POT, float32", lambda given: peers.pot_plan(*given, EPS), PEER, needs="ot"),
+    Contender("geoflow_fast", lambda given: gf.ops.sinkhorn(given[0], EPS, backend="cpu").plan),
+)
+
+
+def given(n: int) -> Case:
+    """The plan [n, n] of a matrix of uniform costs, which POT and ours are given, in as many iterations."""
+
+    def draw() -> tuple[Tensor, int]:
+        cost = torch.rand(n, n)
+        return cost, gf.ops.sinkhorn(cost, EPS).iterations
+
+    def same(plan: Tensor, truth: Tensor) -> bool:
+        return float((plan - truth).abs().sum()) < 0.01
+
+    def truth(problem: tuple[Tensor, int]) -> Tensor:
+        return gf.ops.sinkhorn(problem[0].double(), EPS, tol=1e-6, backend="reference").plan
+
+    return Case(f"Plan of a cost matrix, {n} x {n}", draw, truth, same, GIVEN, Work(bytes=4 * n * n * 12))
 
 
 def matrix_work(n: int, width: int, iterations: int = 2) -> Work:
@@ -132,45 +156,13 @@ def arc(n: int, width: int = WIDTH, *, quick: bool = False) -> Case:
 def chord(n: int, width: int = WIDTH, *, quick: bool = False) -> Case:
     return Case(
         f"Coupling by squared chords, B = {n}, d = {width}",
-        lambda: Problem.draw(n, width, "chord"),
+        lambda: Problem.draw(n, width),
         chord_truth,
         drawn_like,
         CHORD,
         matrix_work(n, width, 9),
         quick,
     )
-
-
-class Stages:
-    """The stages of one solve on one shared matrix."""
-
-    def __init__(self, n: int) -> None:
-        self.n, self.points = n, random_points(n)
-        self.matrix = native.TransportMatrix(n, n, torch.float32)
-        self.f, self.g = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
-        self.build()
-
-    def build(self) -> None:
-        image0, text0, image1, text1 = self.points
-        self.matrix.build((image0, image1), (text0, text1), (1.0, 1.0), True, EPS)
-
-    def iterate(self) -> float:
-        return self.matrix.iterate(self.f, self.g, EPS, 1e-30, 1)
-
-    def assign(self) -> Any:
-        return self.matrix.assign(self.f, self.g, EPS, None)
-
-
-def stages(n: int) -> Case:
-    """Each step of a solve on its own; `arc` has the gate of their result."""
-    one_pass = Work(bytes=4 * n * n)
-    contenders = (
-        Contender("cost and kernel build", Stages.build, work=Work(flops=4 * n * n * WIDTH)),
-        Contender("one iteration", Stages.iterate, work=one_pass),
-        Contender("row argmax", Stages.assign, work=one_pass),
-    )
-    same = lambda answer, _: answer is None or bool(torch.isfinite(torch.as_tensor(answer[0])).all())  # noqa: E731
-    return Case(f"Stages of a coupling, B = {n}", lambda: Stages(n), lambda _: None, same, contenders)
 
 
 def assigned(eps: float, assignment: str) -> Contender:
@@ -195,14 +187,14 @@ def choices(n: int) -> Case:
     return Case(
         f"Couplings at other eps, B = {n}",
         lambda: random_points(n),
-        lambda points: gf.ops.transport_cost(*points),
+        twins.torch_cost,
         closer,
         (*(assigned(*pair) for pair in pairs), assigned(EPS, "exact")),
         columns=effect,
     )
 
 
-CASES = (arc(1024, 256, quick=True), chord(512, 256, quick=True), arc(2048), arc(8192), chord(2048))
+CASES = (arc(1024, 256, quick=True), chord(512, 256, quick=True), arc(2048), arc(8192), chord(2048), given(2048))
 
 
 def over_rows(n: int) -> Callable[[], Any]:
@@ -212,11 +204,6 @@ def over_rows(n: int) -> Callable[[], Any]:
 
 @each(CASES)
 def test_coupling(race: Any, case: Case, contender: Contender) -> None:
-    race(case, contender)
-
-
-@each([stages(8192)])
-def test_stages(race: Any, case: Case, contender: Contender) -> None:
     race(case, contender)
 
 

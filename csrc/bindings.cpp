@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <functional>
 #include <numeric>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -39,6 +40,8 @@ T* at(Address address) {
 
 using geoflow::check_shape;
 using geoflow::compute;
+using geoflow::dense;
+using geoflow::optional_vector;
 using geoflow::Result;
 using geoflow::result_like;
 using geoflow::Rows;
@@ -122,16 +125,16 @@ void bind_interpolant(py::module_& m) {
         "image0"_a, "text0"_a, "image1"_a, "text1"_a, "t"_a, "direction"_a, "drop"_a, "check"_a, "tolerance"_a);
 }
 
-void bind_noise(py::module_& m) {
-    m.def(
-        "counter_noise",
-        [](Address numbers, std::int64_t rows, std::int64_t width, std::uint64_t seed, std::uint32_t step, std::uint32_t stream, bool unit,
-           Address out, int threads) {
-            geoflow::noise_kernels().counter_noise(
-                {at<const std::int64_t>(numbers), at<float>(out), rows, width, seed, step, stream, unit, threads});
-        },
-        py::call_guard<py::gil_scoped_release>(), "numbers"_a, "rows"_a, "width"_a, "seed"_a, "step"_a, "stream"_a, "unit"_a, "out"_a,
-        "threads"_a);
+// Rows of standard normal numbers, each a function of its number; the seed has 64 bits, whatever its sign.
+Result<float> counter_noise(const Tensor& numbers_, std::int64_t width, std::int64_t seed, std::uint32_t step, std::uint32_t stream,
+                            bool unit) {
+    const auto numbers = dense<std::int64_t>(numbers_, "numbers");
+    const std::int64_t rows = numbers.width;  // of the vector
+    Result<float> out({rows, width});
+    const geoflow::NoiseParams params{numbers.data, out.data(), rows, width, static_cast<std::uint64_t>(seed), step, stream, unit,
+                                      threads_for(rows * width)};
+    compute(rows * width, [&] { geoflow::noise_kernels().counter_noise(params); });
+    return out;
 }
 
 // Asked between pieces of a long call by the Python thread that made it; false when the user pressed Ctrl-C. The exception that the
@@ -156,72 +159,60 @@ void without_gil(const Run& run) {
     raise_if_interrupted(!done);
 }
 
-void bind_transport(py::module_& m) {
-    using geoflow::OtMatrix;
-    py::class_<OtMatrix>(m, "OtMatrix")
-        .def(py::init([](Address data, std::int64_t rows, std::int64_t cols, bool half) {
-            return OtMatrix{at<void>(data), rows, cols, half, geoflow::Domain::score, 0.0, 1.0};
-        }))
-        .def_property(
-            "kernel", [](const OtMatrix& self) { return self.domain == geoflow::Domain::kernel; },
-            [](OtMatrix& self, bool kernel) { self.domain = kernel ? geoflow::Domain::kernel : geoflow::Domain::score; })
-        .def_readwrite("centre", &OtMatrix::centre)
-        .def_readwrite("eps", &OtMatrix::eps);
-    py::class_<geoflow::Factor>(m, "OtFactor")
-        .def(py::init([](Address noise, Address data, std::int64_t dim, float weight) {
-                 return geoflow::Factor{at<const float>(noise), at<const float>(data), dim, weight};
-             }),
-             py::kw_only(), "noise"_a, "data"_a, "dim"_a, "weight"_a);
-    m.attr("OT_LEADING") = geoflow::kLeading;
-    m.def("ot_build", [](const OtMatrix& matrix, const geoflow::Factor& image, const geoflow::Factor& text, bool arc, bool bfloat16,
-                         int threads) {
-        geoflow::Range range{};
-        const geoflow::Cost cost = arc ? geoflow::Cost::arc : geoflow::Cost::chord;
-        auto build = geoflow::cpu_solver().build;
-#if defined(__x86_64__)
-        if (bfloat16 && !geoflow::has_avx512_bf16()) throw py::value_error("this processor has no bfloat16 unit");
-        if (bfloat16) build = geoflow::build_bfloat16;
-#endif
-        without_gil([&] { return build(matrix, image, text, cost, threads, keep_going, &range); });
-        return std::array<float, 2>{range.low, range.high};
-    }, "matrix"_a, "image"_a, "text"_a, "arc"_a, "bfloat16"_a, "threads"_a);
-#if defined(__x86_64__)
-    m.def("ot_resolve", [](const OtMatrix& matrix, const geoflow::Factor& image, const geoflow::Factor& text, bool arc, double eps, Address g,
-                           double margin, Address index, int threads) {
-        if (!geoflow::has_avx512_bf16()) throw py::value_error("this processor has no bfloat16 unit");
+// Runs a solve and returns its report, unless the user interrupted it.
+template <class Solve>
+geoflow::IterationReport reported(const Solve& solve) {
+    geoflow::IterationReport report{};
+    {
         py::gil_scoped_release release;
-        const geoflow::Cost cost = arc ? geoflow::Cost::arc : geoflow::Cost::chord;
-        geoflow::resolve_near_ties(matrix, image, text, cost, eps, at<const double>(g), margin, at<std::int64_t>(index), threads);
-    }, "matrix"_a, "image"_a, "text"_a, "arc"_a, "eps"_a, "g"_a, "margin"_a, "index"_a, "threads"_a);
-#endif
-    m.def("ot_import", [](const OtMatrix& matrix, Address cost, float offset, int threads) {
-        py::gil_scoped_release release;
-        const geoflow::Range range = geoflow::cpu_solver().import_cost(matrix, at<const float>(cost), offset, threads);
-        return std::array<float, 2>{range.low, range.high};
-    }, "matrix"_a, "cost"_a, "offset"_a, "threads"_a);
-    m.def("ot_change_domain", [](const OtMatrix& matrix, int threads) {
-        py::gil_scoped_release release;
-        const auto& solver = geoflow::cpu_solver();
-        (matrix.domain == geoflow::Domain::kernel ? solver.leave_kernel : solver.enter_kernel)(matrix, threads);
+        report = solve();
+    }
+    raise_if_interrupted(report.outcome == geoflow::Outcome::interrupted);
+    return report;
+}
+
+// The plan between two clouds of points: index, f, g, and a report of iterations, column violation and whether that is within tol.
+std::tuple<Result<std::int64_t>, Result<double>, Result<double>, Result<double>> ot_solve(
+    const Tensor& image0_, const Tensor& text0_, const Tensor& image1_, const Tensor& text1_, double eps, double tol, std::int64_t max_iter,
+    const Tensor& uniform_) {
+    const auto image0 = dense(image0_, "image0"), text0 = dense(text0_, "text0"), image1 = dense(image1_, "image1"),
+               text1 = dense(text1_, "text1");
+    const std::int64_t rows = image0.count, cols = image1.count;
+    if (image1.width != image0.width || text1.width != text0.width || text0.count != rows || text1.count != cols || !rows || !cols)
+        throw py::value_error("the points of image0, text0, image1 and text1 do not fit each other");
+    const double* const uniform = optional_vector<double>(uniform_, "uniform", rows);
+    Result<std::int64_t> index({rows});
+    Result<double> f({rows}), g({cols}), report({3});
+    const geoflow::OtProblem problem{
+        {image0.data, image1.data, image0.width}, {text0.data, text1.data, text0.width}, rows, cols, uniform};
+    const geoflow::OtSettings settings{eps, tol, max_iter, threads_for(rows * cols), keep_going};
+    const geoflow::IterationReport end =
+        reported([&] { return geoflow::ot_solve(problem, settings, {index.data(), f.data(), g.data()}); });
+    report.data()[0] = static_cast<double>(end.iterations);
+    report.data()[1] = end.error;
+    report.data()[2] = end.outcome == geoflow::Outcome::converged;
+    return {std::move(index), std::move(f), std::move(g), std::move(report)};
+}
+
+// Potentials f and g of scores [rows, cols and padding] within `spread` around zero, which are overwritten; iterations and column violation.
+std::tuple<Result<double>, Result<double>, std::int64_t, double> sinkhorn(const Tensor& scores_, std::int64_t cols, float spread, double eps,
+                                                                         double tol, std::int64_t max_iter) {
+    const auto scores = dense(scores_, "scores");
+    if (!scores.count || cols < 1 || cols > scores.width || scores.width % geoflow::kLeading)
+        throw py::value_error("scores must have at least one row and " + std::to_string(cols) + " columns, padded to a multiple of 16");
+    Result<double> f({scores.count}), g({cols});
+    const geoflow::OtSettings settings{eps, tol, max_iter, threads_for(scores.count * cols), keep_going};
+    const geoflow::IterationReport end = reported([&] {
+        return geoflow::cpu_solver().sinkhorn(const_cast<float*>(scores.data), scores.count, cols, {-spread / 2, spread / 2}, settings,
+                                              f.data(), g.data());
     });
-    m.def("ot_iterate", [](const OtMatrix& matrix, double eps, double tol, std::int64_t max_iter, Address f, Address g, int threads) {
-        geoflow::IterationReport report{};
-        {
-            py::gil_scoped_release release;
-            report = geoflow::cpu_solver().iterate(matrix, eps, tol, max_iter, at<double>(f), at<double>(g), threads, keep_going);
-        }
-        raise_if_interrupted(report.outcome == geoflow::Outcome::interrupted);
-        return py::make_tuple(static_cast<int>(report.outcome), report.iterations, report.error);
-    }, "matrix"_a, "eps"_a, "tol"_a, "max_iter"_a, "f"_a, "g"_a, "threads"_a);
-    m.def("ot_panel_pass", [](const OtMatrix& matrix, double eps, std::int64_t total_rows, Address f, Address g, Address s, int threads) {
-        py::gil_scoped_release release;
-        return geoflow::cpu_solver().panel_pass(matrix, eps, total_rows, at<double>(f), at<const double>(g), at<double>(s), threads);
-    }, "matrix"_a, "eps"_a, "total_rows"_a, "f"_a, "g"_a, "s"_a, "threads"_a);
-    m.def("ot_read_out", [](const OtMatrix& matrix, double eps, Address f, Address g, Address uniform, Address index, int threads) {
-        py::gil_scoped_release release;
-        return geoflow::cpu_solver().read_out(matrix, eps, at<const double>(f), at<const double>(g), at<const double>(uniform),
-                                              at<std::int64_t>(index), threads);
-    }, "matrix"_a, "eps"_a, "f"_a, "g"_a, "uniform"_a, "index"_a, "threads"_a);
+    return {std::move(f), std::move(g), end.iterations, end.error};
+}
+
+void bind_transport(py::module_& m) {
+    m.attr("OT_LEADING") = geoflow::kLeading;
+    m.def("ot_solve", &ot_solve);
+    m.def("sinkhorn", &sinkhorn);
 }
 
 // Samples [queries, draws, dim] and items [items, dim]; sample_bias and bias may be left out.
@@ -326,80 +317,37 @@ void bind_search(py::module_& m) {
 
 #if defined(GEOFLOW_WITH_CUDA)
 
-// A transport problem whose matrix lies on a device.
-struct CudaTransport {
-    geoflow::SinkhornParams params;
-    geoflow::CudaMatrix matrix;
-    int halvings;
-};
-
 void bind_cuda_transport(py::module_& m) {
-    using Self = CudaTransport;
     const auto release = py::call_guard<py::gil_scoped_release>();
-    py::class_<Self>(m, "CudaTransport")
-        .def(py::init([](std::int64_t rows, std::int64_t cols, Address matrix, std::int64_t stride, bool half) {
-            Self self{};
-            self.params.rows = rows;
-            self.params.cols = cols;
-            self.matrix = {at<void>(matrix), stride, 0.0f, half};
-            return self;
-        }))
-        .def("use_given_costs",
-             [](Self& self, float middle) {
-                 self.params.cost = geoflow::Cost::given;
-                 self.matrix.offset = middle;
-             })
-        .def("set_limits",
-             [](Self& self, float eps, float tol, std::int32_t max_iter, int halvings) {
-                 self.params.eps = eps;
-                 self.params.tol = tol;
-                 self.params.max_iter = max_iter;
-                 self.halvings = halvings;
-             })
-        .def(
-            "build",  // returns the offset
-            [](Self& self, Address image0, Address text0, Address image1, Address text1, std::int64_t image_dim, std::int64_t text_dim,
-               float image_weight, float text_weight, bool arc, bool half, int device, Address stream) {
-                self.params.cost = arc ? geoflow::Cost::arc : geoflow::Cost::chord;
-                self.params.image_dim = image_dim;
-                self.params.text_dim = text_dim;
-                self.params.image_weight = image_weight;
-                self.params.text_weight = text_weight;
-                self.matrix.offset = geoflow::cost_offset(self.params);
+    m.def(
+        "transport_workspace",
+        [](std::int64_t rows, std::int64_t cols, std::int64_t stride, bool half, int device) {
+            return geoflow::sinkhorn_cuda_workspace({rows, cols}, {nullptr, stride, half}, device);
+        },
+        release, py::kw_only(), "rows"_a, "cols"_a, "stride"_a, "half"_a, "device"_a);
+    // All launches of a plan; without points, of the scores that the matrix holds.
+    m.def(
+        "transport",
+        [](std::int64_t rows, std::int64_t cols, std::int64_t stride, bool half, Address matrix, Address image0, Address text0,
+           Address image1, Address text1, std::int64_t image_dim, std::int64_t text_dim, float offset, float eps, float tol,
+           std::int32_t max_iter, int halvings, std::optional<Address> uniform, Address workspace, Address row_mass, Address index, Address f, Address g,
+           Address report, int device, Address stream) {
+            const geoflow::SinkhornParams params{rows, cols, image_dim, text_dim, eps, tol, max_iter};
+            const geoflow::CudaMatrix scores{at<void>(matrix), stride, half};
+            const geoflow::CudaTarget target{device, stream};
+            if (image1)
                 geoflow::sinkhorn_cuda_scores(
-                    self.params, {at<const void>(image0), at<const void>(text0), at<const void>(image1), at<const void>(text1), half},
-                    self.matrix, {device, stream});
-                return self.matrix.offset;
-            },
-            release, py::kw_only(), "image0"_a, "text0"_a, "image1"_a, "text1"_a, "image_dim"_a, "text_dim"_a, "image_weight"_a,
-            "text_weight"_a, "arc"_a, "half"_a, "device"_a, "stream"_a)
-        .def(
-            "workspace_bytes",
-            [](const Self& self, int device) { return geoflow::sinkhorn_cuda_workspace(self.params, self.matrix, device); }, release)
-        .def(
-            "solve",
-            [](const Self& self, Address workspace, Address status, int device, Address stream) {
-                geoflow::sinkhorn_cuda_solve(self.params, self.matrix, self.halvings, at<void>(workspace),
-                                             at<geoflow::SinkhornStatus>(status), {device, stream});
-            },
-            release)
-        .def(
-            "result",
-            [](const Self& self, Address workspace, Address index, Address f, Address g, Address row_mass, Address row_cost, int device,
-               Address stream) {
-                geoflow::sinkhorn_cuda_result(
-                    self.params, self.matrix, at<void>(workspace),
-                    {at<std::int64_t>(index), at<double>(f), at<double>(g), at<float>(row_mass), at<float>(row_cost)},
-                    {device, stream});
-            },
-            release, py::kw_only(), "workspace"_a, "index"_a, "f"_a, "g"_a, "row_mass"_a, "row_cost"_a, "device"_a, "stream"_a)
-        .def(
-            "sample",
-            [](const Self& self, Address workspace, Address row_mass, Address uniform, Address index, int device, Address stream) {
-                geoflow::sinkhorn_cuda_sample(self.params, self.matrix, at<void>(workspace), at<const float>(row_mass),
-                                              at<const double>(uniform), at<std::int64_t>(index), {device, stream});
-            },
-            release, py::kw_only(), "workspace"_a, "row_mass"_a, "uniform"_a, "index"_a, "device"_a, "stream"_a);
+                    params, {at<const void>(image0), at<const void>(text0), at<const void>(image1), at<const void>(text1)}, scores, target);
+            geoflow::sinkhorn_cuda_solve(params, scores, halvings, at<void>(workspace), at<geoflow::SinkhornStatus>(report), target);
+            geoflow::sinkhorn_cuda_result(params, scores, at<void>(workspace),
+                                          {at<std::int64_t>(index), at<double>(f), at<double>(g), at<float>(row_mass), offset}, target);
+            if (uniform)
+                geoflow::sinkhorn_cuda_sample(params, scores, at<void>(workspace), at<const float>(row_mass), at<const double>(*uniform),
+                                              at<std::int64_t>(index), target);
+        },
+        release, py::kw_only(), "rows"_a, "cols"_a, "stride"_a, "half"_a, "matrix"_a, "image0"_a, "text0"_a, "image1"_a, "text1"_a,
+        "image_dim"_a, "text_dim"_a, "offset"_a, "eps"_a, "tol"_a, "max_iter"_a, "halvings"_a, "uniform"_a, "workspace"_a, "row_mass"_a,
+        "index"_a, "f"_a, "g"_a, "report"_a, "device"_a, "stream"_a);
 }
 
 #endif
@@ -746,7 +694,7 @@ PYBIND11_MODULE(_C, m) {
     bind_segments(m, geoflow::network_kernels());
     bind_solver(m);
     bind_interpolant(m);
-    bind_noise(m);
+    m.def("counter_noise", &counter_noise);
     bind_transport(m);
     bind_gallery(m);
     bind_search(m);

@@ -1,4 +1,6 @@
-// Entropic optimal transport between two point clouds on the product of two spheres: what the CPU and the CUDA solvers share.
+// Entropic optimal transport, of given costs or between two clouds of points on the product of two spheres, where
+//     C_ij = acos<image0_i, image1_j> + acos<text0_i, text1_j>:
+// what the CPU and the CUDA solvers share.
 //
 // Rows are noise, columns are data, both marginals uniform: a = 1/rows, b = 1/cols. The plan is
 //     P_ij = exp((f_i + g_j - C_ij) / eps).
@@ -18,36 +20,20 @@
 
 namespace geoflow {
 
-enum class Cost : std::int32_t {
-    given = 0,  // C is a matrix supplied by the caller
-    arc = 1,    // C_ij = w_I acos<image0_i, image1_j> + w_T acos<text0_i, text1_j>
-    chord = 2,  // C_ij = w_I |image0_i - image1_j|^2 + w_T |text0_i - text1_j|^2, unit rows
-};
-
 struct SinkhornParams {
     std::int64_t rows;       // noise points
     std::int64_t cols;       // data points
-    std::int64_t image_dim;  // width of image0 and image1; 0 with Cost::given
-    std::int64_t text_dim;   // width of text0 and text1; 0 with Cost::given
-    Cost cost;
-    float image_weight;      // w_I, w_T >= 0; both 1 is the paper's cost
-    float text_weight;
+    std::int64_t image_dim;  // width of image0 and image1; 0 where scores are given
+    std::int64_t text_dim;   // width of text0 and text1; 0 where scores are given
     float eps;               // > 0, in units of the cost
     float tol;               // > 0, L1
     std::int32_t max_iter;   // >= 1
 };
 
 struct SinkhornStatus {
-    std::int32_t iterations;  // matrix reads done
-    std::int32_t converged;   // 1 when marginal_error <= tol
-    float marginal_error;     // `error` above at the last iteration
+    double iterations;      // matrix reads done
+    double marginal_error;  // `error` above at the last iteration
+    double converged;       // 1 when it is at most tol
 };
-
-// The middle of the cost's range, for the sum of both factors: <x, y> = 0 in each.
-inline float cost_offset(const SinkhornParams& p) {
-    constexpr float half_pi = 1.57079632679489662f;
-    const float per_factor = p.cost == Cost::arc ? half_pi : p.cost == Cost::chord ? 2.0f : 0.0f;
-    return per_factor * (p.image_weight + p.text_weight);
-}
 
 }  // namespace geoflow

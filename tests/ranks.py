@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 import geoflow_fast as gf
-from geoflow_fast import distributed, ops
+from geoflow_fast import distributed
 from geoflow_fast.data.rows import Rows
 from geoflow_fast.distributed import World, joined
 from geoflow_fast.jobs import density, entropy, job
@@ -233,24 +233,6 @@ def check_rows(world: World, rows: np.ndarray) -> str | None:
     except ValueError as error:
         return str(error)
     return None
-
-
-def assign_panel(
-    world: World, count: int, eps: float, drawn: bool, seed: int = 0, backend: str = "auto"
-) -> tuple[list[int], int]:
-    """Returns the targets of this rank's rows of a batch of `count` pairs, and how many bytes were sent."""
-    noise, data, uniform = transport_problem(count, seed)
-    own = world.own(count)
-    mine = [x[own.start : own.stop] for x in (*noise, uniform)]
-    before = world.traffic
-    index = ops.ot_assign_panel(*mine[:2], *data, world, eps=eps, uniform=mine[2] if drawn else None, backend=backend)
-    return index.tolist(), world.traffic - before
-
-
-def transport_problem(count: int, seed: int) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    clouds = [sample_uniform(count, d, generator=generator) for d in (6, 4, 6, 4)]
-    return clouds[:2], clouds[2:], torch.rand(count, generator=generator, dtype=torch.float64)
 
 
 def batch_of(rank: int, size: int, changes: dict[str, Any], step: int) -> Batch:

@@ -254,41 +254,6 @@ def test_reranking_by_ranks_is_that_of_one_process(tmp_path):
 # ---- training -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("size", "count", "eps", "drawn"), [(2, 33, 0.05, False), (4, 129, 0.05, True)])
-def test_ranks_solve_the_plan_of_one_process(size, count, eps, drawn):
-    noise, data, _ = ranks.transport_problem(count, 0)
-    expected, _ = ranks.assign_panel(ALONE, count, eps, drawn)
-    if not drawn:
-        assert expected == gf.ops.ot_assign(*noise, *data, eps=eps).tolist()
-    results = run_ranks(size, ranks.assign_panel, count, eps, drawn)
-    assert [target for index, _ in results for target in index] == expected
-
-
-@pytest.mark.parametrize(("count", "eps", "drawn"), [(33, 0.05, False), (129, 0.05, True), (3, 1e-2, False)])
-def test_ranks_solve_the_plan_in_plain_torch_as_on_gpus(count, eps, drawn):
-    """Four ranks, one of which may have no row: one sum of the columns per iteration is all that they send."""
-    expected, _ = ranks.assign_panel(ALONE, count, eps, drawn, 1, "reference")
-    if not drawn:
-        noise, data, _ = ranks.transport_problem(count, 1)
-        assert expected == gf.ops.ot_assign(*noise, *data, eps=eps, backend="reference").tolist()
-    results = run_ranks(4, ranks.assign_panel, count, eps, drawn, 1, "reference")
-    assert [target for index, _ in results for target in index] == expected
-    assert all(traffic % (2 * 8 * count) == 0 for _, traffic in results)
-
-
-@pytest.mark.parametrize("eps", [1e-5, 1e-3, 1e-2])
-def test_ranks_solve_plans_that_leave_the_kernel_domain(eps):
-    """With a small eps the solver uses scores instead of exponentials, starts from larger values of eps, meets columns
-    without any mass, and ends in float64."""
-    count = 3
-    noise, data, _ = ranks.transport_problem(count, 1)
-    results = run_ranks(4, ranks.assign_panel, count, eps, False, 1)  # one of the ranks has no row
-    # From 1e-5 the reference does not arrive, but the plan is the exact assignment.
-    assignment = "exact" if eps < 1e-3 else "argmax"
-    expected = gf.ops.ot_assign(*noise, *data, eps=eps, assignment=assignment, backend="reference")
-    assert [target for index, _ in results for target in index] == expected.tolist()
-
-
 RULES = [
     {},
     {"coupling": "sample"},

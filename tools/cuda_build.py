@@ -23,9 +23,8 @@ ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
 # What a launch adds to the static shared memory: kScoreSharedBytes and kSinkhornSharedBytes, as a test checks.
 DYNAMIC_SHARED = {
-    "score_kernel<Half, Half>": 98304,
-    "score_kernel<Half, float>": 98304,
-    "score_kernel<float, float>": 98304,
+    "score_kernel<Half>": 98304,
+    "score_kernel<float>": 98304,
     "sinkhorn_kernel<1, float>": 24576,
     "sinkhorn_kernel<2, float>": 49152,
     "sinkhorn_kernel<4, float>": 98304,
@@ -137,7 +136,7 @@ class Device:
     name: str
     bandwidth: float  # bytes/s of memory
     cache: float  # bytes/s of L2
-    tensor: float  # float16 FLOP/s through mma.sync; half as many in TF32
+    tensor: float  # float16 FLOP/s through mma.sync
 
     def seconds(self, memory: float = 0.0, cache: float = 0.0, flops: float = 0.0, extra: float = 0.0) -> float:
         """The slowest of the three at the shares that all estimates count on, plus what nothing overlaps."""
@@ -158,12 +157,9 @@ SCORE_FLOPS = 2.0 * 8192**2 * 2048
 SCORE_CACHE = (8192 / 128) ** 2 * 256 * 2048 * 2.0  # a tile reads 128 rows and 128 columns of both factors in float16
 BARRIERS = 6e-6  # two barriers of the grid and the column update
 SCORE_HALF = {"memory": MATRIX / 2, "cache": SCORE_CACHE, "flops": SCORE_FLOPS}
-# Three products in TF32, each half as fast as one in float16; between its two launches S is written and read.
-SCORE_FLOAT = {"memory": 3 * MATRIX, "cache": 2 * SCORE_CACHE, "flops": 6 * SCORE_FLOPS}
 ROWS: list[tuple[str, str, dict[str, float]]] = [
-    ("scores of float16 points, 8192 x 8192, d = 1024 + 1024", "score_kernel<Half, Half>", SCORE_HALF),
-    ("the same to a float32 matrix", "score_kernel<Half, float>", SCORE_HALF | {"memory": MATRIX}),
-    ("scores of float32 points", "score_kernel<float, float>", SCORE_FLOAT),
+    ("scores of float16 points, 8192 x 8192, d = 1024 + 1024", "score_kernel<Half>", SCORE_HALF),
+    ("the same to a float32 matrix", "score_kernel<float>", SCORE_HALF | {"memory": MATRIX}),
     ("one iteration, B = 2048", "sinkhorn_kernel<1, Half>", {"memory": MATRIX / 32, "extra": BARRIERS}),
     ("one iteration, B = 4096", "sinkhorn_kernel<2, Half>", {"memory": MATRIX / 8, "extra": BARRIERS}),
     ("one iteration, B = 8192", "sinkhorn_kernel<4, Half>", {"memory": MATRIX / 2, "extra": BARRIERS}),
@@ -172,7 +168,7 @@ ROWS: list[tuple[str, str, dict[str, float]]] = [
     ("one iteration, B = 4096, float32", "sinkhorn_kernel<2, float>", {"memory": MATRIX / 4, "extra": BARRIERS}),
     ("one iteration, B = 8192, float32", "sinkhorn_kernel<4, float>", {"memory": MATRIX, "extra": BARRIERS}),
     ("one iteration, B = 16384, float32", "sinkhorn_wide_kernel<float>", {"memory": 8 * MATRIX, "extra": BARRIERS}),
-    ("argmax, potentials, cost, B = 8192", "sinkhorn_result_kernel<Half>", {"memory": MATRIX / 2}),
+    ("argmax and potentials, B = 8192", "sinkhorn_result_kernel<Half>", {"memory": MATRIX / 2}),
     ("the same, float32", "sinkhorn_result_kernel<float>", {"memory": MATRIX}),
     ("draws, B = 8192", "sinkhorn_sample_kernel<Half>", {"memory": MATRIX / 4}),
     ("the same, float32", "sinkhorn_sample_kernel<float>", {"memory": MATRIX / 2}),

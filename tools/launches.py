@@ -378,44 +378,26 @@ def _is_view(func: Any) -> bool:
 
 
 class CompiledCuda:
-    """Stands in for the extension's class of a transport problem: counts its launches."""
+    """Stands in for the transport solver of the extension: counts its launches."""
 
-    def __init__(self, count: Count, rows: int, cols: int, half: bool = False) -> None:
-        self.count, self.rows, self.cols = count, rows, cols
-        self.entry_bytes = 2.0 if half else 4.0
+    def __init__(self, count: Count) -> None:
+        self.count = count
 
-    def build(self, *, image_dim: int, text_dim: int, half: bool = False, **_: Any) -> float:
-        points = (2.0 if half else 4.0) * (self.rows + self.cols)
-        products = 2.0 * self.rows * self.cols
-        if half:
-            self._launched("score_kernel", points * (image_dim + text_dim))
-            self.count.flops["float16"] += int(products * (image_dim + text_dim))
-            return 0.0
-        for width in (image_dim, text_dim):  # a launch each, of three products
-            self._launched("score_kernel", points * width)
-            self.count.flops["tf32"] += int(3 * products * width)
-        return 0.0
-
-    def solve(self, *arguments: Any) -> None:  # noqa: ARG002
-        self._launched("sinkhorn_kernel")
-
-    def result(self, **arguments: Any) -> None:  # noqa: ARG002
-        self._launched("sinkhorn_result_kernel")
-
-    def sample(self, **arguments: Any) -> None:  # noqa: ARG002
-        self._launched("sinkhorn_sample_kernel")
-
-    def workspace_bytes(self, *arguments: Any) -> int:  # noqa: ARG002
+    def transport_workspace(self, **_: Any) -> int:
         return 64
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_, **__: None  # settings
-
-    def _launched(self, name: str, others: float = 0.0) -> None:
-        """A launch that goes over the matrix once."""
-        self.count.launch(f"cuda:{name}")
-        moved_bytes = self.entry_bytes * self.rows * self.cols + others
-        self.count.move(moved_bytes, multiplies=name == "score_kernel")
+    def transport(
+        self, *, rows: int, cols: int, half: bool, image_dim: int, text_dim: int, uniform: int | None, **_: Any
+    ) -> None:
+        matrix = (2.0 if half else 4.0) * rows * cols
+        width = image_dim + text_dim
+        if width:
+            self.count.launch("cuda:score_kernel")
+            self.count.move(matrix + 2.0 * (rows + cols) * width, multiplies=True)
+            self.count.flops["float16"] += 2 * rows * cols * width
+        for name in ("kernel", "result_kernel", *(("sample_kernel",) if uniform is not None else ())):
+            self.count.launch(f"cuda:sinkhorn_{name}")
+            self.count.move(matrix)
 
 
 class HostStream:
@@ -469,10 +451,6 @@ def counted(*, capability: tuple[int, int] = (9, 0)) -> Iterator[Count]:
         mode.refuse_in_graphs("a question for the free memory")
         return 70 * 10**9, 80 * 10**9
 
-    def transport(rows: int, cols: int, *rest: Any) -> CompiledCuda:
-        return CompiledCuda(count, rows, cols, rest[-1] is True)
-
-    compiled = SimpleNamespace(CudaTransport=transport)
     properties = SimpleNamespace(
         multi_processor_count=132, total_memory=80 * 10**9, major=capability[0], minor=capability[1], name="fake"
     )
@@ -494,7 +472,7 @@ def counted(*, capability: tuple[int, int] = (9, 0)) -> Iterator[Count]:
         mock.patch.object(torch.autograd, "_engine_run_backward", mode.run_backward),
         mock.patch.object(triton_kernels, "missing", return_value=None),
         mock.patch.object(native, "missing_cuda", return_value=None),
-        mock.patch.object(native, "_built", return_value=compiled),
+        mock.patch.object(native, "required", return_value=CompiledCuda(count)),
         mock.patch.object(FakeTensor, "data_ptr", return_value=0),
         # Copies of tensors belong together with the others.
         mock.patch.object(FakeTensorMode, "__deepcopy__", lambda mode, _: mode, create=True),

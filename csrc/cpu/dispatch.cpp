@@ -186,6 +186,14 @@ GEOFLOW_CHOOSE(SearchKernels, search_kernels)
 GEOFLOW_CHOOSE(SolverKernels, solver_kernels)
 GEOFLOW_CHOOSE(CpuSolver, cpu_solver)
 
+IterationReport ot_solve(const OtProblem& problem, const OtSettings& settings, const OtResult& result) {
+    const RoundedKernels* rounded = nullptr;
+#if GEOFLOW_HAS_TARGETS
+    if (has_avx512_bf16()) rounded = &rounded_kernels();
+#endif
+    return cpu_solver().solve(problem, settings, rounded, result);
+}
+
 template <>
 std::int64_t masked_interpolant(const InterpolantParams<float>& params) {
     return interpolant_kernels().single_precision(params);

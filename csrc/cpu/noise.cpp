@@ -67,8 +67,7 @@ void draw_row(const NoiseParams& p, std::uint32_t number, float* row) {
 }
 
 void counter_noise(const NoiseParams& p) {
-    const int threads = static_cast<int>(least(p.threads, 1 + p.rows * p.width / (1 << 15)));  // waking one costs more than so many numbers
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp parallel for num_threads(p.threads) schedule(static)
     for (std::int64_t i = 0; i < p.rows; ++i) draw_row(p, static_cast<std::uint32_t>(p.numbers[i]), p.out + i * p.width);
 }
 

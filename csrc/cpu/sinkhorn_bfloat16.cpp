@@ -13,19 +13,18 @@ struct RoundedProducts {
 };
 
 // S of one entry, from inner products in single precision.
-double exact_score(const Factor& image, const Factor& text, Cost cost, std::int64_t i, std::int64_t j) {
+double exact_score(const Factor& image, const Factor& text, std::int64_t i, std::int64_t j) {
     double score = 0;
     for (const Factor* factor : {&image, &text}) {
         const float* const noise = factor->noise + i * factor->dim;
         const double cosine = inner_product(noise, factor->data + j * factor->dim, factor->dim);
-        score += factor->weight * (cost == Cost::arc ? std::asin(std::fmax(-1.0, std::fmin(1.0, cosine))) : 2 * cosine);
+        score += std::asin(std::fmax(-1.0, std::fmin(1.0, cosine)));
     }
     return score;
 }
 
-template <class Element>
-void resolve_rows(const OtMatrix& matrix, const Factor& image, const Factor& text, Cost cost, double eps, const double* g, double margin,
-                  std::int64_t* index, int threads) {
+void resolve_near_ties(const OtMatrix& matrix, const Factor& image, const Factor& text, double eps, const double* g, double margin,
+                       std::int64_t* index, int threads) {
     const std::int64_t ld = matrix.ld();
     const bool kernel = matrix.domain == Domain::kernel;
     const Scratch weights(ld);
@@ -33,7 +32,7 @@ void resolve_rows(const OtMatrix& matrix, const Factor& image, const Factor& tex
     const float share = static_cast<float>(std::exp(-margin / eps)), below = static_cast<float>(margin);
 #pragma omp parallel for num_threads(useful_threads(matrix, threads)) schedule(dynamic, 64)
     for (std::int64_t i = 0; i < matrix.rows; ++i) {
-        const Element* const x = static_cast<const Element*>(matrix.data) + i * ld;
+        const float* const x = matrix.data + i * ld;
         float top = 0;
         index[i] = best_column(x, w.value, ld, kernel, &top);
         const float least_value = kernel ? top * share : top - below;
@@ -43,26 +42,20 @@ void resolve_rows(const OtMatrix& matrix, const Factor& image, const Factor& tex
             if (largest(value) < least_value) continue;
             for (int lane = 0; lane < kLanes; ++lane) {
                 if (!(value[lane] >= least_value) || j + lane >= matrix.cols) continue;
-                const double exact = exact_score(image, text, cost, i, j + lane) + g[j + lane];
+                const double exact = exact_score(image, text, i, j + lane) + g[j + lane];
                 if (exact > best) best = exact, index[i] = j + lane;
             }
         }
     }
 }
 
+const geoflow::RoundedKernels kRoundedKernels = {build<RoundedProducts>, resolve_near_ties};
+
 }  // namespace
 
 namespace geoflow {
 
-bool build_bfloat16(const OtMatrix& matrix, const Factor& image, const Factor& text, Cost cost, int threads, Poll poll, Range* range) {
-    return matrix.half ? build_elements<RoundedProducts, Half>(matrix, image, text, cost, threads, poll, range)
-                       : build_elements<RoundedProducts, float>(matrix, image, text, cost, threads, poll, range);
-}
-
-void resolve_near_ties(const OtMatrix& matrix, const Factor& image, const Factor& text, Cost cost, double eps, const double* g,
-                       double margin, std::int64_t* index, int threads) {
-    (matrix.half ? resolve_rows<Half> : resolve_rows<float>)(matrix, image, text, cost, eps, g, margin, index, threads);
-}
+const RoundedKernels& rounded_kernels() { return kRoundedKernels; }
 
 }  // namespace geoflow
 

@@ -1,9 +1,9 @@
-// The entropic transport solver for CPUs: one [rows, ld] matrix that Python owns, and the passes over it.
+// The entropic transport solver for CPUs: one [rows, ld] matrix and the passes over it.
 //
 // The matrix holds either the centred score S_ij = offset - C_ij (Domain::score) or K_ij = exp((S_ij - centre) / eps)
-// (Domain::kernel), as float or as IEEE half. The kernel domain costs one multiply-add per entry and pass, but only carries a
-// bounded range of S/eps; the score domain costs an exponential and carries any range. Rows are `ld` elements apart, ld the
-// column count rounded up to kLeading; the padding is never read as data. Potentials f and g are in double and refer to S:
+// (Domain::kernel). The kernel domain costs one multiply-add per entry and pass, but only carries a bounded range of S/eps; the score
+// domain costs an exponential and carries any range. Rows are `ld` elements apart, ld the column count rounded up to kLeading; the
+// padding is never read as data. Potentials f and g are in double and refer to S:
 //     P_ij = exp((f_i + g_j + S_ij) / eps),
 // so the row potential that belongs to C is f_i + offset.
 #pragma once
@@ -19,23 +19,21 @@ constexpr std::int64_t kLeading = 16;
 enum class Domain : std::int32_t { score = 0, kernel = 1 };
 
 struct OtMatrix {
-    void* data;            // 64-byte aligned
+    float* data;  // 64-byte aligned
     std::int64_t rows;
     std::int64_t cols;
-    bool half;             // element type: IEEE half or float
     Domain domain;
-    double centre;         // of the kernel domain
-    double eps;            // of the kernel domain: the eps that K was built with
+    double centre;  // of the kernel domain
+    double eps;     // of the kernel domain: the eps that K was built with
 
     std::int64_t ld() const { return (cols + kLeading - 1) / kLeading * kLeading; }
 };
 
-// One sphere's inner products.
+// The points on one sphere.
 struct Factor {
     const float* noise;  // [rows, dim]
     const float* data;   // [cols, dim]
     std::int64_t dim;
-    float weight;
 };
 
 struct Range {
@@ -58,41 +56,48 @@ struct IterationReport {
 // Returns false when the user interrupts. Asked by the calling thread only.
 using Poll = bool (*)();
 
-// The passes, compiled once per instruction set. Nothing here depends on the number of threads but time.
+struct OtProblem {
+    Factor image, text;
+    std::int64_t rows, cols;
+    const double* uniform;  // [rows] in [0, 1), or null
+};
+
+struct OtSettings {
+    double eps, tol;
+    std::int64_t max_iter;
+    int threads;
+    Poll poll;
+};
+
+struct OtResult {
+    std::int64_t* index;  // [rows] argmax of the plan's rows, or draws from them at `uniform`
+    double *f, *g;        // [rows], [cols]
+};
+
+// Only where has_avx512_bf16(): the matrix from inner products of rows rounded to bfloat16; and the argmax of the rows of such a plan, in
+// which entries of S within `margin` of a row's best are computed again in single precision.
+struct RoundedKernels {
+    bool (*build)(const OtMatrix& matrix, const Factor& image, const Factor& text, int threads, Poll poll, Range* range);
+    void (*resolve)(const OtMatrix& matrix, const Factor& image, const Factor& text, double eps, const double* g, double margin,
+                    std::int64_t* index, int threads);
+};
+const RoundedKernels& rounded_kernels();
+
+// The solver, compiled once per instruction set. Nothing here depends on the number of threads but time. What an interrupted call has
+// written is not to be read.
 struct CpuSolver {
-    // Fills the matrix from two factors, in the domain it is marked with; kernel needs |S| <= 80 eps for every possible S (centre
-    // 0). `range` receives the extremes of S. Returns false when interrupted.
-    bool (*build)(const OtMatrix& matrix, const Factor& image, const Factor& text, Cost cost, int threads, Poll poll, Range* range);
+    // The plan between points. `rounded` may be null.
+    IterationReport (*solve)(const OtProblem& problem, const OtSettings& settings, const RoundedKernels* rounded, const OtResult& result);
 
-    // Fills the matrix with S = offset - C from a given contiguous C [rows, cols]. Returns the extremes of S, infinite ones when
-    // an entry is not finite.
-    Range (*import_cost)(const OtMatrix& matrix, const float* cost, float offset, int threads);
-
-    // In place, between the domains, with the matrix's centre and eps.
-    void (*enter_kernel)(const OtMatrix& matrix, int threads);
-    void (*leave_kernel)(const OtMatrix& matrix, int threads);
-
-    // Sinkhorn iterations from column potential g, in place; f is written. Stops at tol, at max_iter or when interrupted.
-    IterationReport (*iterate)(const OtMatrix& matrix, double eps, double tol, std::int64_t max_iter, double* f, double* g,
-                               int threads, Poll poll);
-
-    // Half an iteration on a panel: the matrix holds some rows of a problem with `total_rows`. Writes f of these rows and s[j], the sum
-    // of P_ij over them, so that adding s over all panels gives the column sums of an iteration. False when out of range.
-    bool (*panel_pass)(const OtMatrix& matrix, double eps, std::int64_t total_rows, double* f, const double* g, double* s, int threads);
-
-    // One pass with final potentials. index[i] is argmax_j P_ij, or with `uniform` [rows] in [0, 1) the inverse distribution
-    // function of row i at uniform[i]; null to skip. With f, returns sum_ij P_ij S_ij; neither index needs it.
-    double (*read_out)(const OtMatrix& matrix, double eps, const double* f, const double* g, const double* uniform,
-                       std::int64_t* index, int threads);
+    // The potentials of given scores [rows, ld] within `range`, whose padding is finite. They are overwritten.
+    IterationReport (*sinkhorn)(float* scores, std::int64_t rows, std::int64_t cols, Range range, const OtSettings& settings, double* f,
+                                double* g);
 };
 
 // The solver for this processor.
 GEOFLOW_DECLARE_KERNELS(CpuSolver, cpu_solver)
 
-// Only where has_avx512_bf16(): `build` from inner products of rows rounded to bfloat16; and index[i] = argmax_j P_ij
-// of such a matrix, in which entries of S within `margin` of a row's best are computed again in single precision.
-bool build_bfloat16(const OtMatrix& matrix, const Factor& image, const Factor& text, Cost cost, int threads, Poll poll, Range* range);
-void resolve_near_ties(const OtMatrix& matrix, const Factor& image, const Factor& text, Cost cost, double eps, const double* g,
-                       double margin, std::int64_t* index, int threads);
+// `solve` of this processor, with what it can round.
+IterationReport ot_solve(const OtProblem& problem, const OtSettings& settings, const OtResult& result);
 
 }  // namespace geoflow

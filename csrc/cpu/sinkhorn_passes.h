@@ -12,7 +12,6 @@
 
 namespace {
 
-using geoflow::Cost;
 using geoflow::Domain;
 using geoflow::Factor;
 using geoflow::IterationReport;
@@ -65,33 +64,17 @@ GEOFLOW_INLINE void store_entry(float* to, floats x) {
         store(to, x);
 }
 
-template <bool streaming>
-GEOFLOW_INLINE void store_entry(std::uint16_t* to, floats x) {
-    store(to, x);
-}
-
-struct ScoreRule {
-    float image_weight, text_weight, inverse_eps;
-};
-
-template <Cost kind>
-GEOFLOW_INLINE floats score(const ScoreRule& rule, floats image, floats text) {
-    if (kind == Cost::arc) return rule.image_weight * arcsine(image) + rule.text_weight * arcsine(text);
-    return 2.0f * (rule.image_weight * image + rule.text_weight * text);
-}
-
 // Turns inner products into matrix entries, `cols` of them; the rest up to a multiple of 16 is padding and becomes a finite number.
-template <Cost kind, bool kernel, bool streaming, class Element>
-GEOFLOW_INLINE void finish_row(const ScoreRule& rule, const float* image, const float* text, std::int64_t cols, Element* to,
-                               Extremes& seen) {
+template <bool kernel, bool streaming>
+GEOFLOW_INLINE void finish_row(float inverse_eps, const float* image, const float* text, std::int64_t cols, float* to, Extremes& seen) {
     for (std::int64_t j = 0; j < round_up(cols, geoflow::kLeading); j += kLanes) {
-        const floats s = score<kind>(rule, load(image + j), load(text + j));
+        const floats s = arcsine(load(image + j)) + arcsine(load(text + j));
         if (j + kLanes <= cols) {
             seen.add(s);
         } else {
             for (std::int64_t lane = 0; lane < cols - j; ++lane) seen.add(broadcast(s[lane]));
         }
-        store_entry<streaming>(to + j, kernel ? exponential(s * rule.inverse_eps) : s);
+        store_entry<streaming>(to + j, kernel ? exponential(s * inverse_eps) : s);
     }
 }
 
@@ -103,28 +86,26 @@ struct DenseProducts {
     }
 };
 
-template <class Dense, Cost kind, bool kernel, class Element>
+template <class Dense, bool kernel>
 bool build(const OtMatrix& matrix, const Factor& image, const Factor& text, int most_threads, Poll poll, Range* range) {
     const int threads = useful_threads(matrix, most_threads);
-    Element* const out = static_cast<Element*>(matrix.data);
     const std::int64_t ld = matrix.ld();
-    const ScoreRule rule{image.weight, text.weight, static_cast<float>(1 / matrix.eps)};
+    const float inverse_eps = static_cast<float>(1 / matrix.eps);
     const Scratch slots(threads * std::int64_t{sizeof(Extremes) / sizeof(float)});
     Extremes* const seen = reinterpret_cast<Extremes*>(slots.get());
     for (int t = 0; t < threads; ++t) seen[t].clear();
-    prefer_large_pages(out, static_cast<std::size_t>(matrix.rows * ld) * sizeof(Element));
 
-    const bool streaming = matrix.rows * ld * std::int64_t{sizeof(Element)} > kStreamingBytes;
+    const bool streaming = matrix.rows * ld * std::int64_t{sizeof(float)} > kStreamingBytes;
     const auto finish = [&](const Tile<2>& tile) {
         Extremes mine = seen[thread_number()];
         for (std::int64_t i = 0; i < tile.rows; ++i) {
             const float* const image_row = tile.value[0] + i * tile.ld;
             const float* const text_row = tile.value[1] + i * tile.ld;
-            Element* const to = out + (tile.row + i) * ld + tile.col;
+            float* const to = matrix.data + (tile.row + i) * ld + tile.col;
             if (streaming)
-                finish_row<kind, kernel, true>(rule, image_row, text_row, tile.cols, to, mine);
+                finish_row<kernel, true>(inverse_eps, image_row, text_row, tile.cols, to, mine);
             else
-                finish_row<kind, kernel, false>(rule, image_row, text_row, tile.cols, to, mine);
+                finish_row<kernel, false>(inverse_eps, image_row, text_row, tile.cols, to, mine);
         }
         seen[thread_number()] = mine;
     };
@@ -134,62 +115,34 @@ bool build(const OtMatrix& matrix, const Factor& image, const Factor& text, int 
     return done;
 }
 
-template <class Dense, class Element>
-bool build_elements(const OtMatrix& matrix, const Factor& image, const Factor& text, Cost cost, int threads, Poll poll,
-                    Range* range) {
-    const bool kernel = matrix.domain == Domain::kernel;
-    if (cost == Cost::arc)
-        return kernel ? build<Dense, Cost::arc, true, Element>(matrix, image, text, threads, poll, range)
-                      : build<Dense, Cost::arc, false, Element>(matrix, image, text, threads, poll, range);
-    return kernel ? build<Dense, Cost::chord, true, Element>(matrix, image, text, threads, poll, range)
-                  : build<Dense, Cost::chord, false, Element>(matrix, image, text, threads, poll, range);
-}
-
-template <class Element>
-Range import_elements(const OtMatrix& matrix, const float* cost, float offset, int threads) {
-    Element* const out = static_cast<Element*>(matrix.data);
-    const std::int64_t ld = matrix.ld(), cols = matrix.cols;
-    prefer_large_pages(out, static_cast<std::size_t>(matrix.rows * ld) * sizeof(Element));
-    float low = -kLowest, high = kLowest;
-    bool finite = true;
-#pragma omp parallel for num_threads(useful_threads(matrix, threads)) schedule(static) reduction(min : low) reduction(max : high) reduction(&& : finite)
-    for (std::int64_t i = 0; i < matrix.rows; ++i) {
-        for (std::int64_t first = 0; first < ld; first += kLanes) {
-            floats s = broadcast(0.0f);
-            for (std::int64_t lane = 0; lane < kLanes && first + lane < cols; ++lane) {
-                const float value = offset - cost[i * cols + first + lane];
-                s[lane] = value;
-                finite = finite && value >= kLowest && value <= -kLowest;
-                low = value < low ? value : low;
-                high = value > high ? value : high;
-            }
-            store(out + i * ld + first, s);
-        }
-    }
-    return finite ? Range{low, high} : Range{-INFINITY, INFINITY};
+// Fills the matrix in the domain it is marked with; the extremes are those of S. Returns false when interrupted.
+template <class Dense>
+bool build(const OtMatrix& matrix, const Factor& image, const Factor& text, int threads, Poll poll, Range* range) {
+    return matrix.domain == Domain::kernel ? build<Dense, true>(matrix, image, text, threads, poll, range)
+                                           : build<Dense, false>(matrix, image, text, threads, poll, range);
 }
 
 // ---- between the domains ------------------------------------------------------------------------------------------------------
 
-template <class Element, class Map>
+template <class Map>
 void map_entries(const OtMatrix& matrix, int threads, const Map& map) {
-    Element* const data = static_cast<Element*>(matrix.data);
     const std::int64_t ld = matrix.ld();
 #pragma omp parallel for num_threads(useful_threads(matrix, threads)) schedule(static)
     for (std::int64_t i = 0; i < matrix.rows; ++i)
-        for (std::int64_t j = 0; j < ld; j += kLanes) store(data + i * ld + j, map(load(data + i * ld + j)));
+        for (std::int64_t j = 0; j < ld; j += kLanes) store(matrix.data + i * ld + j, map(load(matrix.data + i * ld + j)));
 }
 
-template <class Element>
-void enter_kernel_elements(const OtMatrix& matrix, int threads) {
+// In place, with the matrix's centre and eps.
+void enter_kernel(OtMatrix& matrix, int threads) {
     const float centre = static_cast<float>(matrix.centre), inverse_eps = static_cast<float>(1 / matrix.eps);
-    map_entries<Element>(matrix, threads, [=](floats s) { return exponential((s - centre) * inverse_eps); });
+    map_entries(matrix, threads, [=](floats s) { return exponential((s - centre) * inverse_eps); });
+    matrix.domain = Domain::kernel;
 }
 
-template <class Element>
-void leave_kernel_elements(const OtMatrix& matrix, int threads) {
+void leave_kernel(OtMatrix& matrix, int threads) {
     const float centre = static_cast<float>(matrix.centre), eps = static_cast<float>(matrix.eps);
-    map_entries<Element>(matrix, threads, [=](floats k) { return centre + eps * logarithm(k); });
+    map_entries(matrix, threads, [=](floats k) { return centre + eps * logarithm(k); });
+    matrix.domain = Domain::score;
 }
 
 // ---- iterations ---------------------------------------------------------------------------------------------------------------
@@ -221,8 +174,8 @@ constexpr int kChains = static_cast<int>(geoflow::kLeading / kLanes);
 GEOFLOW_INLINE floats total_of(const floats (&chain)[kChains]) { return kChains == 1 ? chain[0] : chain[0] + chain[kChains - 1]; }
 
 // Row sums of K v for `Rows` rows at once: each vector of v is loaded once for all of them.
-template <int Rows, class Element>
-GEOFLOW_INLINE void row_dots(const Element* k, std::int64_t ld, const float* v, float* dots) {
+template <int Rows>
+GEOFLOW_INLINE void row_dots(const float* k, std::int64_t ld, const float* v, float* dots) {
     floats acc[Rows][kChains];
     for (int r = 0; r < Rows; ++r)
         for (int c = 0; c < kChains; ++c) acc[r][c] = broadcast(0.0f);
@@ -239,8 +192,8 @@ GEOFLOW_INLINE void row_dots(const Element* k, std::int64_t ld, const float* v, 
 }
 
 // One read of `Rows` rows of K: their sums, u = a / sum, and u K added to the column sums while the rows are still in cache.
-template <int Rows, class Element>
-GEOFLOW_INLINE bool kernel_rows(const Element* k, std::int64_t ld, const float* v, float a, float* dots, float* columns) {
+template <int Rows>
+GEOFLOW_INLINE bool kernel_rows(const float* k, std::int64_t ld, const float* v, float a, float* dots, float* columns) {
     row_dots<Rows>(k, ld, v, dots);
     floats u[Rows];
     bool fine = true;
@@ -258,8 +211,7 @@ GEOFLOW_INLINE bool kernel_rows(const Element* k, std::int64_t ld, const float* 
 }
 
 // The same in the score domain for one row: log-sum-exp of (g + S) / eps, and the normalised row added to the column sums.
-template <class Element>
-GEOFLOW_INLINE double score_row(const Element* s, std::int64_t ld, const float* g, float inverse_eps, float a, float* row,
+GEOFLOW_INLINE double score_row(const float* s, std::int64_t ld, const float* g, float inverse_eps, float a, float* row,
                                 float* columns) {
     floats best = broadcast(kLowest);
     for (std::int64_t j = 0; j < ld; j += kLanes) best = max(best, load(s + j) + load(g + j));
@@ -282,13 +234,13 @@ GEOFLOW_INLINE double score_row(const Element* s, std::int64_t ld, const float* 
 }
 
 // Everything one solve needs besides the matrix: O(cols) floats per block of rows.
-template <class Element>
 class Passes {
   public:
-    Passes(const OtMatrix& matrix, int threads, std::int64_t total_rows)
-        : m_(matrix), total_rows_(total_rows), threads_(useful_threads(matrix, threads)), ld_(matrix.ld()), step_(block_rows(matrix.rows)),
+    Passes(const OtMatrix& matrix, int threads)
+        : m_(matrix), threads_(useful_threads(matrix, threads)), ld_(matrix.ld()), step_(block_rows(matrix.rows)),
           blocks_((matrix.rows + step_ - 1) / step_), block_sums_(blocks_ * ld_), weights_(ld_), rows_(threads_ * ld_) {}
 
+    // Sinkhorn iterations from column potential g, in place; f is written. Stops at tol, at max_iter or when interrupted.
     IterationReport run(double eps, double tol, std::int64_t max_iter, double* f, double* g, Poll poll) {
         const Scratch sums(2 * m_.cols);
         double* const s = reinterpret_cast<double*>(sums.get());
@@ -313,13 +265,8 @@ class Passes {
         return report;
     }
 
-    bool panel_pass(double eps, double* f, const double* g, double* s) {
-        const ColumnWeights w = column_weights(m_, eps, g, weights_.get());
-        return row_pass(w, eps, f) && column_sums(w, s);
-    }
-
   private:
-    const Element* row(std::int64_t i) const { return static_cast<const Element*>(m_.data) + i * ld_; }
+    const float* row(std::int64_t i) const { return m_.data + i * ld_; }
 
     // f from g, and each block's share of the column sums. False when the kernel domain cannot represent a row sum.
     bool row_pass(const ColumnWeights& w, double eps, double* f) {
@@ -339,8 +286,8 @@ class Passes {
     }
 
     bool kernel_block(std::int64_t begin, std::int64_t end, const ColumnWeights& w, double eps, double* f, float* columns) {
-        const float a = static_cast<float>(1.0 / double(total_rows_));
-        const double shift = m_.centre + w.middle, log_a = -std::log(double(total_rows_));
+        const float a = static_cast<float>(1.0 / double(m_.rows));
+        const double shift = m_.centre + w.middle, log_a = -std::log(double(m_.rows));
         bool fine = true;
         float dots[4];
         for (std::int64_t i = begin; i < end; i += 4) {
@@ -357,8 +304,8 @@ class Passes {
     }
 
     void score_block(std::int64_t begin, std::int64_t end, const ColumnWeights& w, double eps, double* f, float* columns) {
-        const float a = static_cast<float>(1.0 / double(total_rows_)), inverse_eps = static_cast<float>(1 / eps);
-        const double log_a = -std::log(double(total_rows_));
+        const float a = static_cast<float>(1.0 / double(m_.rows)), inverse_eps = static_cast<float>(1 / eps);
+        const double log_a = -std::log(double(m_.rows));
         float* const scratch = rows_.get() + thread_number() * ld_;
         for (std::int64_t i = begin; i < end; ++i)
             f[i] = eps * log_a - w.middle - score_row(row(i), ld_, w.value, inverse_eps, a, scratch, columns);
@@ -441,7 +388,6 @@ class Passes {
     }
 
     const OtMatrix m_;
-    const std::int64_t total_rows_;
     const int threads_;
     const std::int64_t ld_, step_, blocks_;
     const Scratch block_sums_, weights_, rows_;
@@ -450,9 +396,8 @@ class Passes {
 // ---- reading the plan ---------------------------------------------------------------------------------------------------------
 
 // Weights of one row, proportional to P_ij, eight at a time; `top` (score domain) is the row's largest g + S.
-template <class Element>
 struct RowWeights {
-    const Element* matrix;
+    const float* matrix;
     const float* column;
     float top, inverse_eps;
     bool kernel;
@@ -463,8 +408,7 @@ struct RowWeights {
 };
 
 // Column of the largest K v or S + g; the lowest of equals.
-template <class Element>
-std::int64_t best_column(const Element* x, const float* c, std::int64_t ld, bool kernel, float* top) {
+std::int64_t best_column(const float* x, const float* c, std::int64_t ld, bool kernel, float* top) {
     floats best = broadcast(kLowest);
     ints where{}, at = lane_numbers();
     for (std::int64_t j = 0; j < ld; j += kLanes) {
@@ -482,8 +426,7 @@ std::int64_t best_column(const Element* x, const float* c, std::int64_t ld, bool
 }
 
 // Inverse distribution function of one row at u in [0, 1): the first column whose cumulated weight exceeds u times the total.
-template <class Weights>
-std::int64_t draw_column(const Weights& weights, std::int64_t cols, std::int64_t ld, double total, double u) {
+std::int64_t draw_column(const RowWeights& weights, std::int64_t cols, std::int64_t ld, double total, double u) {
     const double target = u * total;
     double before = 0;
     std::int64_t last = 0;
@@ -498,78 +441,24 @@ std::int64_t draw_column(const Weights& weights, std::int64_t cols, std::int64_t
     return last;
 }
 
-// Totals of one row: its weights, and its weights times S.
-struct RowTotals {
-    double weight, score;
-};
-
-template <class Element>
-GEOFLOW_INLINE RowTotals row_totals(const RowWeights<Element>& weights, std::int64_t ld, float centre, float eps, bool want_score) {
-    floats total = broadcast(0.0f), score = broadcast(0.0f);
-    for (std::int64_t j = 0; j < ld; j += kLanes) {
-        const floats w = weights(j);
-        total += w;
-        if (!want_score) continue;
-        const floats entry = load(weights.matrix + j);
-        score += w * (weights.kernel ? centre + eps * logarithm(entry) : entry);
-    }
-    return {double(sum(total)), double(sum(score))};
-}
-
-template <class Element>
-double read_out_elements(const OtMatrix& matrix, double eps, const double* f, const double* g, const double* uniform,
-                         std::int64_t* index, int threads) {
-    const std::int64_t ld = matrix.ld(), rows = matrix.rows;
+// One pass with final potentials. index[i] is argmax_j P_ij, or with `uniform` [rows] in [0, 1) the inverse distribution function of row
+// i at uniform[i].
+void read_out(const OtMatrix& matrix, double eps, const double* g, const double* uniform, std::int64_t* index, int threads) {
+    const std::int64_t ld = matrix.ld();
     const bool kernel = matrix.domain == Domain::kernel;
-    const Scratch weights(ld), partial(2 * rows);
-    double* const row_score = reinterpret_cast<double*>(partial.get());
+    const Scratch weights(ld);
     const ColumnWeights w = column_weights(matrix, eps, g, weights.get());
 #pragma omp parallel for num_threads(useful_threads(matrix, threads)) schedule(static)
-    for (std::int64_t i = 0; i < rows; ++i) {
-        const Element* const x = static_cast<const Element*>(matrix.data) + i * ld;
+    for (std::int64_t i = 0; i < matrix.rows; ++i) {
+        const float* const x = matrix.data + i * ld;
         float top = 0;
-        const std::int64_t best = best_column(x, w.value, ld, kernel, &top);
-        if (index && !uniform) index[i] = best;
-        if (!f && !uniform) continue;
-        const RowWeights<Element> row{x, w.value, top, static_cast<float>(1 / eps), kernel};
-        const RowTotals totals = row_totals(row, ld, static_cast<float>(matrix.centre), static_cast<float>(eps), f != nullptr);
-        if (index && uniform) index[i] = draw_column(row, matrix.cols, ld, totals.weight, uniform[i]);
-        // exp(f_i / eps) times the weights is the plan: they were taken relative to the middle of g and the centre or top of S
-        if (f) row_score[i] = totals.score * std::exp((f[i] + w.middle + (kernel ? matrix.centre : double(top))) / eps);
+        index[i] = best_column(x, w.value, ld, kernel, &top);
+        if (!uniform) continue;
+        const RowWeights row{x, w.value, top, static_cast<float>(1 / eps), kernel};
+        floats total = broadcast(0.0f);
+        for (std::int64_t j = 0; j < ld; j += kLanes) total += row(j);
+        index[i] = draw_column(row, matrix.cols, ld, double(sum(total)), uniform[i]);
     }
-    double mean = 0;
-    for (std::int64_t i = 0; f && i < rows; ++i) mean += row_score[i];
-    return mean;
 }
-
-// ---- the table ----------------------------------------------------------------------------------------------------------------
-
-const geoflow::CpuSolver kCpuSolver = {
-    [](const OtMatrix& m, const Factor& image, const Factor& text, Cost cost, int threads, Poll poll, Range* range) {
-        return m.half ? build_elements<DenseProducts, Half>(m, image, text, cost, threads, poll, range)
-                      : build_elements<DenseProducts, float>(m, image, text, cost, threads, poll, range);
-    },
-    [](const OtMatrix& m, const float* cost, float offset, int threads) {
-        return m.half ? import_elements<Half>(m, cost, offset, threads) : import_elements<float>(m, cost, offset, threads);
-    },
-    [](const OtMatrix& m, int threads) {
-        m.half ? enter_kernel_elements<Half>(m, threads) : enter_kernel_elements<float>(m, threads);
-    },
-    [](const OtMatrix& m, int threads) {
-        m.half ? leave_kernel_elements<Half>(m, threads) : leave_kernel_elements<float>(m, threads);
-    },
-    [](const OtMatrix& m, double eps, double tol, std::int64_t max_iter, double* f, double* g, int threads, Poll poll) {
-        return m.half ? Passes<Half>(m, threads, m.rows).run(eps, tol, max_iter, f, g, poll)
-                      : Passes<float>(m, threads, m.rows).run(eps, tol, max_iter, f, g, poll);
-    },
-    [](const OtMatrix& m, double eps, std::int64_t total_rows, double* f, const double* g, double* s, int threads) {
-        return m.half ? Passes<Half>(m, threads, total_rows).panel_pass(eps, f, g, s)
-                      : Passes<float>(m, threads, total_rows).panel_pass(eps, f, g, s);
-    },
-    [](const OtMatrix& m, double eps, const double* f, const double* g, const double* uniform, std::int64_t* index, int threads) {
-        return m.half ? read_out_elements<Half>(m, eps, f, g, uniform, index, threads)
-                      : read_out_elements<float>(m, eps, f, g, uniform, index, threads);
-    },
-};
 
 }  // namespace

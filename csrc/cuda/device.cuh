@@ -74,20 +74,11 @@ __device__ __forceinline__ void copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// One warp: sum (16 x 8) += a (16 x 8) b (8 x 8), TF32 inputs (low 13 bits zero), float32 sums. With
-// group = lane / 4 and member = lane % 4 a thread holds
+// One warp: sum (16 x 8) += a (16 x 16) b (16 x 8), float16 inputs in pairs of neighbours along the sum, float32 sums.
+// With group = lane / 4 and member = lane % 4, and the pairs numbered from 0 to 7, a thread holds
 //   of a: (group, member), (group + 8, member), (group, member + 4), (group + 8, member + 4);
 //   of b: (member, group), (member + 4, group);
 //   of sum: (group, 2 member), (group, 2 member + 1), (group + 8, 2 member), (group + 8, 2 member + 1).
-__device__ __forceinline__ void mma_tf32(float (&sum)[4], const std::uint32_t (&a)[4], const std::uint32_t (&b)[2]) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
-        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
-// One warp: sum (16 x 8) += a (16 x 16) b (16 x 8), float16 inputs in pairs of neighbours along the sum, float32 sums.
-// A thread holds, with the pairs numbered from 0 to 7 where mma_tf32 numbers coordinates, the same places as there.
 __device__ __forceinline__ void mma_half(float (&sum)[4], const std::uint32_t (&a)[4], const std::uint32_t (&b)[2]) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
         "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"

@@ -1,26 +1,21 @@
-// Centred scores of all pairs on tensor cores: S_ij = sum over two factors of weight * asin<x_i, y_j> (arc lengths) or
-// of weight * 2 <x_i, y_j> (squared chords). See sinkhorn.h for the costs and the centring.
+// Centred scores of all pairs on tensor cores: S_ij = sum over two factors of asin<x_i, y_j>. See sinkhorn.h for
+// the costs and the centring.
 //
 // One block makes a 128 x 128 tile. Both factors are one sequence of steps of 128 bytes a row through a
 // ring of three stages in shared memory, filled by 16-byte cp.async; at the end of a factor its dot products leave the
-// accumulators through the arc sine. Of float16 points the first factor's scores wait in registers for the second's, so
-// that S is written once and never read; of float32 points a second launch adds the second factor's.
+// accumulators through the arc sine. The first factor's scores wait in registers for the second's, so
+// that S is written once and never read.
 //
 // A stage holds, per operand, two groups of 64 bytes as [group][128 rows][64]: a warp's 128-bit fragment loads then
 // cover 512 consecutive bytes (no bank conflict, no padding). A thread's 16 bytes serve two mma steps: the sum over
 // coordinates does not mind the order as long as both operands use the same one.
 //
-// Points in float16: one product. The error of a dot product of unrelated unit rows is about 1e-5 at d = 1024, which
-// the coupling does not feel: of 2048 rows the argmax of none moves at eps = 0.05, of one at 0.005. Points in float32:
-// each is split into two TF32 parts, whose three products are added up outside of the tensor cores. These truncate when
-// they accumulate, always towards zero: 1024 coordinates added inside come out up to 1.6e-5 below 1, which is an angle
-// of 0.006 between equal points, no better than with a single product. Added outside, sums are rounded as in float32
-// anywhere, and equal points are up to 8e-4 apart.
+// Points are in float16. The error of a dot product of unrelated unit rows is about 1e-5 at d = 1024, which the coupling
+// does not feel: of 2048 rows the argmax of none moves at eps = 0.05, of one at 0.005.
 //
-// Work at 8192 x 8192, d = 1024 + 1024: 275 GFLOP per product; 8.6 GB of float32 tiles from L2, half as much of float16
-// (268 or 134 MB of S written, about 0.6 GB from memory thanks to the grouping of tiles by eight rows). At 60 % of the
-// peak of mma.sync (A100 312 TFLOP/s in float16 and half of it in TF32; H100 takes about 62 % of its 989 and 495 through
-// mma.sync) and 4 / 5.5 TB/s of L2: float16 1.5 ms on A100, 0.8 ms on H100; float32 8.8 ms and 4.5 ms.
+// Work at 8192 x 8192, d = 1024 + 1024: 275 GFLOP; 4.3 GB of tiles from L2 (268 or 134 MB of S written, about 0.6 GB from
+// memory thanks to the grouping of tiles by eight rows). At 60 % of the peak of mma.sync (A100 312 TFLOP/s; H100 takes about
+// 62 % of its 989 through mma.sync) and 4 / 5.5 TB/s of L2: 1.5 ms on A100, 0.8 ms on H100.
 #pragma once
 
 #include <cstdint>
@@ -36,17 +31,12 @@ constexpr int kScoreThreads = 256;    // eight warps as 2 x 4, each 64 x 32 of t
 constexpr int kScoreGroup = 8;        // tile rows that share the columns they read while these are in L2
 constexpr int kOperandBytes = kScoreTile * 2 * kScoreGroupBytes;
 constexpr int kScoreSharedBytes = kScoreStages * 2 * kOperandBytes;
-template <typename Point>
-constexpr int kScoreDepth = 2 * kScoreGroupBytes / static_cast<int>(sizeof(Point));  // coordinates per stage
-// Both factors in one launch; the parts of float32 take the registers in which the first one's scores would wait.
-template <typename Point>
-constexpr bool kScoresBoth = sizeof(Point) == 2;
+constexpr int kScoreDepth = 2 * kScoreGroupBytes / 2;  // coordinates per stage
 
 struct ScoreFactor {
     const void* x;  // [rows, dim], 16-byte aligned
     const void* y;  // [cols, dim], 16-byte aligned
     int dim;        // rows are multiples of 16 bytes
-    float weight;
 };
 
 struct ScoreProblem {
@@ -55,8 +45,6 @@ struct ScoreProblem {
     int rows;
     int cols;
     std::int64_t stride;
-    bool arc;  // else chord
-    bool add;  // to what `score` holds; for kernels that take one factor at a time
 };
 
 // asin on [-1, 1] within 2e-7; values outside by rounding are clamped.
@@ -87,13 +75,12 @@ __device__ __forceinline__ void tile_of_block(int index, int tile_rows, int tile
 // Starts the copy of coordinates [start, start + kScoreDepth) of rows [first, first + 128) of `points` into one operand
 // of a stage: four threads a row, each 16 bytes of either group. Nothing is read outside the cloud, where zeros take its
 // place.
-template <typename Point>
 __device__ __forceinline__ void fetch_operand(char* stage, const void* points, int first, int count, int dim,
                                               int start) {
-    constexpr int kSixteen = 16 / static_cast<int>(sizeof(Point)), kGroup = 4 * kSixteen;  // coordinates
+    constexpr int kSixteen = 8, kGroup = 4 * kSixteen;  // coordinates
     const int row = threadIdx.x / 4, part = threadIdx.x % 4;
-    const Point* source =
-        static_cast<const Point*>(points) + static_cast<std::int64_t>(first + row) * dim + start + part * kSixteen;
+    const Half* source =
+        static_cast<const Half*>(points) + static_cast<std::int64_t>(first + row) * dim + start + part * kSixteen;
 #pragma unroll
     for (int skip = 0; skip < kScoreTile; skip += kScoreThreads / 4) {
 #pragma unroll
@@ -105,46 +92,16 @@ __device__ __forceinline__ void fetch_operand(char* stage, const void* points, i
     }
 }
 
-// A thread's 16 bytes of a row: four float32, or four pairs of float16.
+// A thread's 16 bytes of a row: four pairs of float16.
 struct alignas(16) Words {
     std::uint32_t at[4];
 };
 
-constexpr std::uint32_t kTf32Bits = 0xffffe000u;  // sign, exponent and the 10 bits of fraction that TF32 keeps
-
-__device__ __forceinline__ std::uint32_t round_tf32(std::uint32_t x) { return (x + 0x1000u) & kTf32Bits; }
-
-// The two TF32 parts of a float32, both rounded: cut off, the products of equal points would all be too small.
-__device__ __forceinline__ void split_tf32(std::uint32_t x, std::uint32_t& high, std::uint32_t& low) {
-    high = round_tf32(x);
-    low = round_tf32(__float_as_uint(__uint_as_float(x) - __uint_as_float(high)));
-}
-
-// sum += x y over half of the threads' words: float16 products.
-__device__ __forceinline__ void multiply(float (&sum)[4], const std::uint32_t (&x)[4], const std::uint32_t (&y)[2], Half) {
-    mma_half(sum, x, y);
-}
-
-// sum += x y to float32 accuracy.
-__device__ __forceinline__ void multiply(float (&sum)[4], const std::uint32_t (&x)[4], const std::uint32_t (&y)[2],
-                                         float) {
-    std::uint32_t x_high[4], y_high[2], x_low[4], y_low[2];
-    for (int k = 0; k < 4; ++k) split_tf32(x[k], x_high[k], x_low[k]);
-    for (int k = 0; k < 2; ++k) split_tf32(y[k], y_high[k], y_low[k]);
-    float part[4] = {};
-    mma_tf32(part, x_low, y_high);
-    mma_tf32(part, x_high, y_low);
-    mma_tf32(part, x_high, y_high);
-    for (int k = 0; k < 4; ++k) sum[k] += part[k];
-}
-
 // Adds one stage to the warp's dot products.
-template <typename Point>
 __device__ __forceinline__ void multiply_stage(float (&dot)[4][4][4], const char* x_stage, const char* y_stage) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int x_row = warp / 4 * 64 + lane / 4, y_row = warp % 4 * 32 + lane / 4;
-    constexpr int kAtOnce = kScoresBoth<Point> ? 2 : 1;  // groups; two of float32 would not fit the registers
-#pragma unroll kAtOnce
+#pragma unroll
     for (int group = 0; group < 2; ++group) {
         const int skip = group * kScoreTile * kScoreGroupBytes;
         const Words* x = reinterpret_cast<const Words*>(x_stage + skip) + lane % 4;
@@ -159,23 +116,10 @@ __device__ __forceinline__ void multiply_stage(float (&dot)[4][4][4], const char
                                 second[4] = {upper.at[2], lower.at[2], upper.at[3], lower.at[3]};
 #pragma unroll
             for (int n = 0; n < 4; ++n) {
-                multiply(dot[m][n], first, {columns[n].at[0], columns[n].at[1]}, Point{});
-                multiply(dot[m][n], second, {columns[n].at[2], columns[n].at[3]}, Point{});
+                mma_half(dot[m][n], first, {columns[n].at[0], columns[n].at[1]});
+                mma_half(dot[m][n], second, {columns[n].at[2], columns[n].at[3]});
             }
         }
-    }
-}
-
-__device__ __forceinline__ float score_of(float dot, float weight, bool arc) {
-    return weight * (arc ? arc_sine(dot) : 2.0f * dot);
-}
-
-template <typename Entry>
-__device__ __forceinline__ void load_two(float* total, const Entry* source) {
-    if constexpr (sizeof(Entry) == 4) {
-        const float2 two = *reinterpret_cast<const float2*>(source);
-        total[0] = two.x;
-        total[1] = two.y;
     }
 }
 
@@ -188,11 +132,11 @@ __device__ __forceinline__ void store_two(Half* target, const float* total) {
     *reinterpret_cast<std::uint32_t*>(target) = low | high << 16;
 }
 
-// Point: how the clouds are given; Entry: how S is stored.
-template <typename Point, typename Entry>
+// Entry: how S is stored.
+template <typename Entry>
 __global__ void __launch_bounds__(kScoreThreads, 1) score_kernel(ScoreProblem p) {
     GEOFLOW_DYNAMIC_SHARED(char, ring);  // [stage][x, y][kOperandBytes]
-    constexpr int kDepth = kScoreDepth<Point>;
+    constexpr int kDepth = kScoreDepth;
     int tile_row, tile_col;
     tile_of_block(blockIdx.x, (p.rows + kScoreTile - 1) / kScoreTile, (p.cols + kScoreTile - 1) / kScoreTile, tile_row,
                   tile_col);
@@ -205,8 +149,8 @@ __global__ void __launch_bounds__(kScoreThreads, 1) score_kernel(ScoreProblem p)
             const ScoreFactor factor = step < steps0 ? p.factor[0] : p.factor[1];
             const int start = (step >= steps0 ? step - steps0 : step) * kDepth;
             char* stage = ring + step % kScoreStages * 2 * kOperandBytes;
-            fetch_operand<Point>(stage, factor.x, first_row, p.rows, factor.dim, start);
-            fetch_operand<Point>(stage + kOperandBytes, factor.y, first_col, p.cols, factor.dim, start);
+            fetch_operand(stage, factor.x, first_row, p.rows, factor.dim, start);
+            fetch_operand(stage + kOperandBytes, factor.y, first_col, p.cols, factor.dim, start);
         }
         copy_commit();  // an empty group keeps the count right at the end
     };
@@ -218,18 +162,17 @@ __global__ void __launch_bounds__(kScoreThreads, 1) score_kernel(ScoreProblem p)
         __syncthreads();  // this stage has arrived for all, and all are done with the one fetched next
         fetch(step + kScoreStages - 1);
         const char* stage = ring + step % kScoreStages * 2 * kOperandBytes;
-        multiply_stage<Point>(dot, stage, stage + kOperandBytes);
-        if (kScoresBoth<Point> && step + 1 == steps0) {
+        multiply_stage(dot, stage, stage + kOperandBytes);
+        if (step + 1 == steps0) {
 #pragma unroll
             for (int k = 0; k < 64; ++k) {
                 float& value = dot[k / 16][k / 4 % 4][k % 4];
-                score[k / 16][k / 4 % 4][k % 4] = score_of(value, p.factor[0].weight, p.arc);
+                score[k / 16][k / 4 % 4][k % 4] = arc_sine(value);
                 value = 0.0f;
             }
         }
     }
 
-    const float weight = kScoresBoth<Point> ? p.factor[1].weight : p.factor[0].weight;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
@@ -243,8 +186,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1) score_kernel(ScoreProblem p)
             for (int half = 0; half < 2; ++half) {
                 float* total = score[m][n] + 2 * half;
                 if (row + 8 * half >= p.rows) continue;
-                if (!kScoresBoth<Point> && p.add) load_two(total, target + 8 * half * p.stride);
-                for (int k = 0; k < 2; ++k) total[k] += score_of(dot[m][n][2 * half + k], weight, p.arc);
+                for (int k = 0; k < 2; ++k) total[k] += arc_sine(dot[m][n][2 * half + k]);
                 store_two(target + 8 * half * p.stride, total);
             }
         }

@@ -164,42 +164,25 @@ std::int64_t result_blocks(std::int64_t rows, int rows_per_warp, int device) {
 void sinkhorn_cuda_scores(const SinkhornParams& params, const CudaClouds& clouds, const CudaMatrix& scores,
                           CudaTarget target) {
     check_matrix(params, scores);
-    if (params.cost == Cost::given) throw std::invalid_argument("given costs need no scores");
-    if (scores.half && !clouds.half) throw std::invalid_argument("a float16 matrix is made of float16 points");
     const auto width = [](std::int64_t dim) { return static_cast<int>(dim); };
-    const ScoreProblem problem = {{{clouds.image0, clouds.image1, width(params.image_dim), params.image_weight},
-                                   {clouds.text0, clouds.text1, width(params.text_dim), params.text_weight}},
+    const ScoreProblem problem = {{{clouds.image0, clouds.image1, width(params.image_dim)},
+                                   {clouds.text0, clouds.text1, width(params.text_dim)}},
                                   scores.data,
                                   static_cast<int>(params.rows),
                                   static_cast<int>(params.cols),
-                                  scores.stride,
-                                  params.cost == Cost::arc,
-                                  false};
+                                  scores.stride};
     for (const ScoreFactor& factor : problem.factor) {
-        if (factor.dim % (clouds.half ? 8 : 4) != 0 || !aligned(factor.x) || !aligned(factor.y)) {
+        if (factor.dim % 8 != 0 || !aligned(factor.x) || !aligned(factor.y)) {
             throw std::invalid_argument("the rows of clouds must be 16-byte aligned");
         }
     }
-    const auto kernel = scores.half    ? score_kernel<Half, Half>
-                        : clouds.half ? score_kernel<Half, float>
-                                      : score_kernel<float, float>;
+    const auto kernel = scores.half ? score_kernel<Half> : score_kernel<float>;
     const std::int64_t tiles =
         ((params.rows + kScoreTile - 1) / kScoreTile) * ((params.cols + kScoreTile - 1) / kScoreTile);
     const OnDevice current(target.device);
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kScoreSharedBytes),
           "scores: shared memory");
-    const Shape shape = {tiles, kScoreThreads, kScoreSharedBytes, false};
-    if (clouds.half) {
-        launch("scores", shape, stream_of(target), kernel, problem);
-        return;
-    }
-    for (int k = 0; k < 2; ++k) {
-        ScoreProblem one = problem;
-        one.factor[0] = problem.factor[k];
-        one.factor[1].dim = 0;
-        one.add = k == 1;
-        launch("scores", shape, stream_of(target), kernel, one);
-    }
+    launch("scores", {tiles, kScoreThreads, kScoreSharedBytes, false}, stream_of(target), kernel, problem);
 }
 
 std::int64_t sinkhorn_cuda_workspace(const SinkhornParams& params, const CudaMatrix& matrix, int device) {
@@ -215,7 +198,7 @@ void sinkhorn_cuda_solve(const SinkhornParams& params, const CudaMatrix& matrix,
     const SolvePlan plan = plan_solve(params, matrix, target.device);
     SinkhornWorkspace arrays = carve(workspace, params, plan.blocks).arrays;
     arrays.status = status;
-    const SinkhornProblem problem = sinkhorn_problem(params, matrix.data, matrix.stride, matrix.offset, halvings);
+    const SinkhornProblem problem = sinkhorn_problem(params, matrix.data, matrix.stride, halvings);
     check(
         cudaMemsetAsync(arrays.reference, 0, 2 * sizeof(float) * static_cast<std::size_t>(arrays.padded_cols), stream),
         "sinkhorn: memset");
@@ -225,9 +208,8 @@ void sinkhorn_cuda_solve(const SinkhornParams& params, const CudaMatrix& matrix,
 void sinkhorn_cuda_result(const SinkhornParams& params, const CudaMatrix& matrix, void* workspace,
                           const CudaOutputs& outputs, CudaTarget target) {
     const OnDevice current(target.device);
-    const SinkhornProblem problem = sinkhorn_problem(params, matrix.data, matrix.stride, matrix.offset);
-    const SinkhornResult result = {outputs.index,    outputs.f,  outputs.g,    outputs.row_mass,
-                                   outputs.row_cost, params.eps, matrix.offset};
+    const SinkhornProblem problem = sinkhorn_problem(params, matrix.data, matrix.stride);
+    const SinkhornResult result = {outputs.index, outputs.f, outputs.g, outputs.row_mass, params.eps, outputs.offset};
     const auto kernel = matrix.half ? sinkhorn_result_kernel<Half> : sinkhorn_result_kernel<float>;
     launch("sinkhorn result", {result_blocks(params.rows, kResultRows, target.device), kResultThreads, 0, false},
            stream_of(target), kernel, problem, solved_arrays(workspace, params), result);
@@ -236,7 +218,7 @@ void sinkhorn_cuda_result(const SinkhornParams& params, const CudaMatrix& matrix
 void sinkhorn_cuda_sample(const SinkhornParams& params, const CudaMatrix& matrix, void* workspace,
                           const float* row_mass, const double* uniform, std::int64_t* index, CudaTarget target) {
     const OnDevice current(target.device);
-    const SinkhornProblem problem = sinkhorn_problem(params, matrix.data, matrix.stride, matrix.offset);
+    const SinkhornProblem problem = sinkhorn_problem(params, matrix.data, matrix.stride);
     const auto kernel = matrix.half ? sinkhorn_sample_kernel<Half> : sinkhorn_sample_kernel<float>;
     launch("sinkhorn sample", {result_blocks(params.rows, 1, target.device), kResultThreads, 0, false},
            stream_of(target), kernel, problem, solved_arrays(workspace, params), row_mass, uniform, index);

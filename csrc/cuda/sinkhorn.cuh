@@ -16,9 +16,9 @@
 // twice, once for the rows and once for the columns: at B = 16384, 2.1 GB: 1.6 ms on A100-40, 0.76 ms on H100. It also
 // serves devices whose blocks may have less shared memory than the other needs.
 //
-// sinkhorn_result_kernel: argmax, both potentials and each row's transport cost in one more read: 0.20 and 0.09 ms.
+// sinkhorn_result_kernel: argmax, both potentials and each row's mass in one more read: 0.20 and 0.09 ms.
 //
-// Numbers that stay finite. Exponents are base 2: x_ij = scale * (matrix_ij - centre) + g_j, with g_j in units of eps
+// Numbers that stay finite. Exponents are base 2: x_ij = scale * S_ij + g_j, with g_j in units of eps
 // ln 2. g_j is kept as reference + delta with |delta| <= 8: the reference changes only while g_j still moves far, so
 // near convergence the first part rounds the same way in every iteration and the small updates land in delta, added
 // after the row maximum is gone. So float32 converges even where |x| is 1e6. Where eps is far below the range of the
@@ -46,12 +46,11 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 
 // Kernels are templates over the matrix's Entry: float, or Half, which halves what an iteration reads.
 struct SinkhornProblem {
-    const void* matrix;   // [rows, stride], 16-byte aligned: scores S, or costs C = centre - S
+    const void* matrix;   // [rows, stride], 16-byte aligned: scores S
     std::int64_t stride;  // a multiple of 4; what lies beyond cols may be anything
     int rows;
     int cols;
-    float centre;     // subtracted from the entries before anything else; 0 for scores
-    float scale;      // log2(e) / eps for scores, -log2(e) / eps for costs
+    float scale;      // log2(e) / eps
     float share;      // rows / cols: what the column sums of the row-normalised plan shall be
     float log_share;  // its log2
     float tol;
@@ -77,15 +76,13 @@ struct SinkhornResult {
     double* f;            // [rows]
     double* g;            // [cols]
     float* row_mass;      // [rows] sum_j P_ij, times rows
-    float* row_cost;      // [rows] sum_j P_ij C_ij, times rows
     float eps;
     float offset;  // C = offset - S
 };
 
-// The kernels' view of a problem; `offset` as in C = offset - S. Host code.
+// The kernels' view of a problem. Host code.
 inline SinkhornProblem sinkhorn_problem(const SinkhornParams& params, const void* matrix, std::int64_t stride,
-                                        float offset, int halvings = 0) {
-    const bool given = params.cost == Cost::given;
+                                        int halvings = 0) {
     const float scale = 1.44269504f / params.eps;
     const double share = static_cast<double>(params.rows) / static_cast<double>(params.cols);
     SinkhornProblem p{};
@@ -93,8 +90,7 @@ inline SinkhornProblem sinkhorn_problem(const SinkhornParams& params, const void
     p.stride = stride;
     p.rows = static_cast<int>(params.rows);
     p.cols = static_cast<int>(params.cols);
-    p.centre = given ? offset : 0.0f;
-    p.scale = given ? -scale : scale;
+    p.scale = scale;
     p.share = static_cast<float>(share);
     p.log_share = static_cast<float>(std::log2(share));
     p.tol = params.tol;
@@ -323,7 +319,7 @@ __device__ __forceinline__ bool finish_iteration(Progress& now, const SinkhornPr
         return false;
     }
     const bool stop = settled || now.iteration == p.max_iter;
-    if (stop && blockIdx.x == 0 && threadIdx.x == 0) *w.status = {now.iteration, settled ? 1 : 0, error};
+    if (stop && blockIdx.x == 0 && threadIdx.x == 0) *w.status = {double(now.iteration), error, settled ? 1.0 : 0.0};
     return stop;
 }
 
@@ -353,8 +349,8 @@ struct OwnColumns {
 // has left its place in the ring.
 template <int kVectors, typename Entry, typename Refill>
 __device__ __forceinline__ void absorb_row(OwnColumns<kVectors>& own, const Four* delta,
-                                           const FourEntries<Entry>* value, const Refill& refill, float centre,
-                                           float scale, const SinkhornWorkspace& w, int row, float* max_scratch,
+                                           const FourEntries<Entry>* value, const Refill& refill, float scale,
+                                           const SinkhornWorkspace& w, int row, float* max_scratch,
                                            float* sum_scratch) {
     Four weight[kVectors];
     float largest = minus_infinity();
@@ -363,7 +359,7 @@ __device__ __forceinline__ void absorb_row(OwnColumns<kVectors>& own, const Four
         const Four entry = unpack(value[v * kThreads]);
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-            weight[v].at[c] = fmaf(scale, entry.at[c] - centre, own.reference[v].at[c]);
+            weight[v].at[c] = fmaf(scale, entry.at[c], own.reference[v].at[c]);
             largest = fmaxf(largest, weight[v].at[c]);
         }
     }
@@ -431,7 +427,7 @@ __global__ void __launch_bounds__(kThreads, kVectors == 1 ? 2 : 1)
         for (int row = blockIdx.x; row < p.rows; row += gridDim.x) {
             copy_wait<kStages - 1>();
             absorb_row(
-                own, delta, mine + stage * kStageSize, [&] { fetch_next(stage); }, p.centre, now.scale, w, row,
+                own, delta, mine + stage * kStageSize, [&] { fetch_next(stage); }, now.scale, w, row,
                 max_scratch, sum_scratch);
             stage = (stage + 1) % kStages;
         }
@@ -468,7 +464,7 @@ __device__ __forceinline__ void wide_rows(const Progress& now, const SinkhornPro
             float above = largest[k];
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
-                exponent.at[c] = fmaf(now.scale, exponent.at[c] - p.centre, reference.at[c]);
+                exponent.at[c] = fmaf(now.scale, exponent.at[c], reference.at[c]);
                 above = fmaxf(above, exponent.at[c]);
             }
             total[k] *= fast_exp2(largest[k] - above);
@@ -501,7 +497,7 @@ __device__ __forceinline__ void wide_columns(const Progress& now, const Sinkhorn
             const float row_max = w.row_max[row], row_log = w.row_log[row];
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
-                const float exponent = fmaf(now.scale, value.at[c] - p.centre, reference.at[c]) - row_max;
+                const float exponent = fmaf(now.scale, value.at[c], reference.at[c]) - row_max;
                 sum.at[c] += fast_exp2((exponent + delta.at[c]) - row_log);
                 top.at[c] = fmaxf(top.at[c], exponent);
             }
@@ -545,12 +541,11 @@ __global__ void __launch_bounds__(kResultThreads)
     const int lane = threadIdx.x % 32;
     const int thread = blockIdx.x * kResultThreads + threadIdx.x, threads = gridDim.x * kResultThreads;
     const double unit = static_cast<double>(out.eps) * 0.69314718055994531;  // of the exponents, in units of the cost
-    const float sign = p.scale < 0.0f ? 1.0f : -1.0f;
     for (int col = thread; col < p.cols; col += threads) {
         out.g[col] = unit * (static_cast<double>(w.reference[col]) + static_cast<double>(w.delta[col]));
     }
     for (int first = thread / 32 * kResultRows; first < p.rows; first += threads / 32 * kResultRows) {
-        float best[kResultRows], mass[kResultRows], cost[kResultRows], row_max[kResultRows], row_log[kResultRows];
+        float best[kResultRows], mass[kResultRows], row_max[kResultRows], row_log[kResultRows];
         int index[kResultRows];
 #pragma unroll
         for (int k = 0; k < kResultRows; ++k) {
@@ -558,7 +553,6 @@ __global__ void __launch_bounds__(kResultThreads)
             best[k] = minus_infinity();
             index[k] = p.cols;
             mass[k] = 0.0f;
-            cost[k] = 0.0f;
             row_max[k] = w.row_max[row];
             row_log[k] = w.row_log[row];
         }
@@ -570,11 +564,8 @@ __global__ void __launch_bounds__(kResultThreads)
                 const Four value = load_values(row_of<Entry>(p, min(first + k, p.rows - 1)), col, p.cols);
 #pragma unroll
                 for (int c = 0; c < 4; ++c) {
-                    const float score = value.at[c] - p.centre;
-                    const float exponent = (fmaf(p.scale, score, reference.at[c]) - row_max[k]) + delta.at[c];
-                    const float weight = fast_exp2(exponent - row_log[k]);
-                    mass[k] += weight;
-                    cost[k] = fmaf(weight, fmaf(sign, score, out.offset), cost[k]);
+                    const float exponent = (fmaf(p.scale, value.at[c], reference.at[c]) - row_max[k]) + delta.at[c];
+                    mass[k] += fast_exp2(exponent - row_log[k]);
                     keep_better(best[k], index[k], exponent, col + c);
                 }
             }
@@ -586,14 +577,12 @@ __global__ void __launch_bounds__(kResultThreads)
                 keep_better(best[k], index[k], other, __shfl_xor_sync(kAllLanes, index[k], step));
             }
             mass[k] = warp_sum(mass[k]);
-            cost[k] = warp_sum(cost[k]);
             if (lane == 0 && first + k < p.rows) {
                 const double log_sum = static_cast<double>(row_max[k]) + static_cast<double>(row_log[k]);
                 out.index[first + k] = index[k];
                 out.f[first + k] =
                     static_cast<double>(out.offset) - unit * (log_sum + log2(static_cast<double>(p.rows)));
                 out.row_mass[first + k] = mass[k];
-                out.row_cost[first + k] = cost[k];
             }
         }
     }
@@ -624,7 +613,7 @@ __global__ void __launch_bounds__(kResultThreads)
 #pragma unroll
                 for (int c = 0; c < 4; ++c) {
                     const float exponent =
-                        (fmaf(p.scale, value.at[c] - p.centre, reference.at[c]) - row_max) + delta.at[c];
+                        (fmaf(p.scale, value.at[c], reference.at[c]) - row_max) + delta.at[c];
                     mass.at[c] = fast_exp2(exponent - row_log);
                 }
             }

@@ -16,21 +16,19 @@ struct CudaTarget {
     std::uintptr_t stream;  // a cudaStream_t
 };
 
-// The matrix a solve reads: scores made by `sinkhorn_cuda_scores`, or with Cost::given the caller's costs.
+// The matrix a solve reads: scores made by `sinkhorn_cuda_scores`, or given.
 struct CudaMatrix {
     void* data;           // [rows, stride], 16-byte aligned, float32 or float16
     std::int64_t stride;  // >= cols, a multiple of 4; what lies beyond cols may be anything
-    float offset;  // C = offset - S; with Cost::given the middle of the costs, so that differences keep their bits
-    bool half;     // entries are float16
+    bool half;            // entries are float16
 };
 
-// 16-byte aligned rows, float32 or float16: zero coordinates change no dot product.
+// 16-byte aligned rows in float16: zero coordinates change no dot product.
 struct CudaClouds {
     const void* image0;  // [rows, image_dim]
     const void* text0;   // [rows, text_dim]
     const void* image1;  // [cols, image_dim]
     const void* text1;   // [cols, text_dim]
-    bool half;           // points are float16
 };
 
 struct CudaOutputs {
@@ -38,10 +36,10 @@ struct CudaOutputs {
     double* f;            // [rows]
     double* g;            // [cols]
     float* row_mass;      // [rows] row sums of the plan, times rows
-    float* row_cost;      // [rows] transport cost, times rows
+    float offset;         // C = offset - S
 };
 
-// S = offset - C for all pairs, to the accuracy of the points' type; a float16 matrix is made of float16 points.
+// S = pi - C for all pairs.
 void sinkhorn_cuda_scores(const SinkhornParams& params, const CudaClouds& clouds, const CudaMatrix& scores,
                           CudaTarget target);
 

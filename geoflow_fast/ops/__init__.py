@@ -9,8 +9,8 @@ from geoflow_fast.ops.gallery_statistics import GalleryPosterior, GalleryStatist
 from geoflow_fast.ops.gate_residual import gate_residual
 from geoflow_fast.ops.keep_mask import keep_mask
 from geoflow_fast.ops.masked_interpolant import masked_interpolant
-from geoflow_fast.ops.ot_assign import couple, ot_assign, ot_assign_panel
-from geoflow_fast.ops.sinkhorn import SinkhornResult, sinkhorn, transport_cost
+from geoflow_fast.ops.ot_assign import couple, ot_assign
+from geoflow_fast.ops.sinkhorn import SinkhornResult, sinkhorn
 from geoflow_fast.ops.swiglu import swiglu
 from geoflow_fast.ops.tangent_step import tangent_step
 from geoflow_fast.ops.unit_rows import unit_rows
@@ -31,10 +31,8 @@ __all__ = [
     "keep_mask",
     "masked_interpolant",
     "ot_assign",
-    "ot_assign_panel",
     "sinkhorn",
     "swiglu",
     "tangent_step",
-    "transport_cost",
     "unit_rows",
 ]

@@ -78,7 +78,7 @@ _kernel = triton_kernels.backend("geodesic", "counter_noise", (torch.int64,), wi
 _draw = dispatch.operation(
     "counter_noise",
     counter_noise_reference,
-    cpu=native.backend(native.counter_noise, dtypes=(torch.int64,)),
+    cpu=native.bound("counter_noise", (torch.int64,)),
     triton=dataclasses.replace(_kernel, width=_asked_width),
     differentiable=False,
     fake=lambda numbers, width, *_: numbers.new_empty(len(numbers), width, dtype=torch.float32),

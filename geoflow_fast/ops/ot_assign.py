@@ -2,40 +2,30 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from geoflow_fast.directions import Direction
-from geoflow_fast.distributed import World
-from geoflow_fast.ops import dispatch, native
-from geoflow_fast.ops.sinkhorn import transport_cost, unpack
-from geoflow_fast.ops.transport import (
-    HALF_SPAN,
-    NAMES,
-    Factors,
-    Problem,
-    SinkhornSettings,
-    make_problem,
-    make_settings,
-    warn_unconverged,
-)
-from geoflow_fast.ops.transport_solvers import CudaSolve, ReferenceSolve, Solve, solve_cpu, solve_cuda, solve_panel
-from geoflow_fast.runtime import checks
+from geoflow_fast.geometry import UNIT_TOLERANCE, capturing, check_rows
+from geoflow_fast.geometry import eps as check_dtype
+from geoflow_fast.ops import dispatch, native, transport
+from geoflow_fast.ops.sinkhorn import check_limits, rounding_of, sinkhorn_reference, warn_unconverged
 
 ASSIGNMENTS = ("argmax", "sample", "exact")
 COUPLINGS = ("paper", "sample", "exact", "independent")
 CONDITIONAL_COUPLINGS = ("paper", "independent", "c2ot")
 
-TOLERANCE, MOST_ITERATIONS = 1e-3, 1000
+FARTHEST = 2 * math.pi
+"""The largest cost of a pair: the sum of two arc lengths."""
+NAMES = ("image0", "text0", "image1", "text1")
 
 # The bisection of c2ot looks at this many rows of the batch; its ratio is then known to about a tenth of itself.
 _PILOT_ROWS = 512
 _BISECTIONS = 40
+
+Points = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def ot_assign(
@@ -48,112 +38,57 @@ def ot_assign(
     tol: float = 1e-3,
     max_iter: int = 1000,
     assignment: str = "argmax",
-    cost: Tensor | str = "arc",
-    storage: str = "float32",
     generator: torch.Generator | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Couples noise pairs with data pairs by optimal transport: the data row for each noise row, int64 [B].
 
-    `image0` [B, d_I] and `text0` [B, d_T] are noise, `image1` and `text1` data, unit rows.
-    `assignment`: "argmax" (the paper: the largest entry of each row of the entropic plan), "sample" (a draw from each
-    row, with `generator`) or "exact" (linear assignment without entropy, which uses every data row once).
-    `cost`: "arc" (the paper: sum of the two arc lengths), "chord" or a matrix [B, B]; with a matrix the points only
-    determine the batch size. On GPUs, points are rounded to float16 before their inner products are taken. `eps`,
-    `tol`, `max_iter`, `storage` and `backend` are those of `sinkhorn`.
+    `image0` [B, d_I] and `text0` [B, d_T] are noise, `image1` and `text1` data, unit rows. The cost of a pair is the
+    paper's, the sum of the two arc lengths. `assignment`: "argmax" (the paper: the largest entry of each row of the
+    entropic plan), "sample" (a draw from each row, with `generator`) or "exact" (linear assignment without entropy,
+    which uses every data row once). `eps`, `tol`, `max_iter` and `backend` are those of `sinkhorn`. On GPUs, points are
+    rounded to float16 before their inner products are taken, and costs are kept in float16 where eps is at least 0.04.
     """
-    problem = _make_square_problem((image0, text0, image1, text1), cost)
-    return _assign(problem, make_settings(eps, tol, max_iter, storage), assignment, generator, backend)
-
-
-def _assign(
-    problem: Problem,
-    settings: SinkhornSettings,
-    assignment: str,
-    generator: torch.Generator | None,
-    backend: str,
-) -> Tensor:
-    """Solves a square problem and reads the data row for each noise row, as `ot_assign` describes."""
+    points = _checked((image0, text0, image1, text1))
+    eps, tol, max_iter = check_limits(eps, tol, max_iter)
     if assignment not in ASSIGNMENTS:
         raise ValueError(f"assignment must be one of {', '.join(ASSIGNMENTS)}, got {assignment!r}")
     if assignment == "exact":
-        return _exact(problem, backend)
+        return _exact(_arc(points[0], points[2]) + _arc(points[1], points[3]))
     uniform = None
     if assignment == "sample":
-        device = problem.anchor.device if generator is None else generator.device
-        uniform = torch.rand(problem.shape[0], generator=generator, dtype=torch.float64, device=device)
-        uniform = uniform.to(problem.anchor.device)
-    index: Tensor = _operation(*problem.flat(), *settings.flat(), uniform, str(backend))
+        device = image1.device if generator is None else generator.device
+        uniform = torch.rand(len(image0), generator=generator, dtype=torch.float64, device=device).to(image1.device)
+    index, report = assign_late(points, eps, uniform, tol, max_iter, backend)
+    if not capturing(report):
+        warn_if_unsolved(report, eps, tol)
     return index
 
 
-def ot_assign_panel(
-    image0: Tensor,
-    text0: Tensor,
-    image1: Tensor,
-    text1: Tensor,
-    world: World,
-    *,
-    eps: float = 0.05,
+def assign_late(
+    points: Points,
+    eps: float,
+    uniform: Tensor | None = None,
     tol: float = 1e-3,
     max_iter: int = 1000,
-    uniform: Tensor | None = None,
     backend: str = "auto",
-) -> Tensor:
-    """`ot_assign` for a batch whose noise is divided among ranks: the data row for each of this rank's rows, int64 [n].
-
-    `image0` [n, d_I] and `text0` [n, d_T] are this rank's noise, with any number of rows; `image1` and `text1` are all
-    B data pairs, as many as the ranks have noise rows in total. All ranks must call together. With `uniform` [n] in
-    [0, 1) the data row is drawn from the plan; without it, it is the largest entry. Each iteration adds up the column
-    sums of all ranks in one call. `backend`: "cpu" (compiled, in float32 as far as that goes), "cuda" (costs by the
-    compiled kernel, of points rounded to float16, and iterations in plain torch in float64) or "reference" (all of it
-    in plain torch, on any device); by default the first that can serve.
-    """
-    for name, x in zip(NAMES, (image0, text0, image1, text1)):
-        if checks.with_values(x, name).dim() != 2:
-            raise ValueError(f"{name} must be [rows, d], got {tuple(x.shape)}")
-    if uniform is not None and checks.with_values(uniform, "uniform").shape != (len(image0),):
-        raise ValueError(f"uniform must be [{len(image0)}], got {tuple(uniform.shape)}")
-    if len(image0):
-        problem = make_problem("arc", (image0, text0, image1, text1))
-    else:
-        problem = Problem("arc", None, (image0, text0), (image1, text1), (1.0, 1.0), (0, len(image1)), image1)
-    settings = make_settings(eps, tol, max_iter, "float32")
-    dispatch.choose("ot_assign", image1, backend)  # raises if it cannot serve, warns where plain torch has to
-    if backend == "auto":
-        kind = image1.device.type
-        missing = native.missing_cuda() if kind == "cuda" else native.missing()
-        backend = kind if kind in ("cpu", "cuda") and missing is None else "reference"
-    solve: Solve = (
-        solve_cpu(problem, settings, world)
-        if backend == "cpu"
-        else solve_panel(problem, settings, world, compiled=backend == "cuda")
-    )
-    if world.is_main and not solve.converged:
-        warn_unconverged(solve.iterations, solve.error, settings)
-    return solve.assign(uniform)
+) -> tuple[Tensor, Tensor]:
+    """`ot_assign` of checked points that does not wait for a GPU: the data row for each noise row, int64 [B], and a
+    report on the device for `warn_if_unsolved`. With `uniform` [B] in [0, 1), rows are drawn."""
+    index, _, _, report = _operation(*points, eps, tol - check_plan(eps, tol=tol), max_iter, uniform, str(backend))
+    return index, report
 
 
-def assign_late(
-    noise: tuple[Tensor, Tensor], data: tuple[Tensor, Tensor], eps: float, uniform: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """`ot_assign` on a GPU that nothing waits for: the data row for each noise row, int64 [B], and the solver's status
-    on the device for `warn_if_unsolved`. Where float32 does not do, the solve ends in float64 after all, which waits,
-    and there is no status."""
-    shape = len(noise[0]), len(data[0])
-    problem = Problem("arc", None, noise, data, (1.0, 1.0), shape, data[0])
-    settings = make_settings(eps, TOLERANCE, MOST_ITERATIONS, coupling_storage(problem, eps))
-    solve = solve_cuda(problem, settings, half_points=True)
-    if not isinstance(solve, CudaSolve):
-        return solve.assign(uniform), None
-    return solve.assign(uniform), solve.status
+def check_plan(eps: float, name: str = "eps", tol: float = 1e-3) -> float:
+    """What rounding adds to the error of a plan between points. A ValueError names the smallest `eps` that works."""
+    return rounding_of(0.0, FARTHEST, FARTHEST, eps, tol, torch.float32, name)
 
 
-def warn_if_unsolved(status: Tensor, eps: float) -> None:
-    """Warns if the plan at `eps` was not solved; `status` is on the host."""
-    iterations, converged, violation = native.CudaTransport.read_status(status)
+def warn_if_unsolved(report: Tensor, eps: float, tol: float = 1e-3) -> None:
+    """Warns if the plan at `eps` was not solved."""
+    iterations, violation, converged = report.tolist()
     if not converged:
-        warn_unconverged(iterations, violation, make_settings(eps, TOLERANCE, MOST_ITERATIONS, "float32"))
+        warn_unconverged(int(iterations), violation + check_plan(eps, tol=tol), tol)
 
 
 def couple(
@@ -184,60 +119,72 @@ def couple(
     names = COUPLINGS if direction is Direction.JOINT else CONDITIONAL_COUPLINGS
     if coupling not in names:
         raise ValueError(f"coupling of {direction} rows must be one of {', '.join(names)}, got {coupling!r}")
-    problem = _make_square_problem((image0, text0, image1, text1), "arc")
+    points = _checked((image0, text0, image1, text1))
     if coupling == "independent":
-        return torch.arange(problem.shape[0], device=image1.device)
+        return torch.arange(len(image0), device=image1.device)
     if coupling == "c2ot":
-        return _c2ot(problem, direction.generated[0], target_ratio, backend)
-    settings = make_settings(eps, tol, max_iter, coupling_storage(problem, eps))
-    return _assign(problem, settings, "argmax" if coupling == "paper" else coupling, generator, backend)
+        return _c2ot(points, direction.generated[0], target_ratio)
+    assignment = "argmax" if coupling == "paper" else coupling
+    return ot_assign(
+        *points, eps=eps, tol=tol, max_iter=max_iter, assignment=assignment, generator=generator, backend=backend
+    )
 
 
-def coupling_storage(problem: Problem, eps: float) -> str:
-    """How a training batch keeps its cost matrix: in float16 on GPUs, which wait for memory, where eps allows it."""
-    widest = math.pi * sum(problem.weights)
-    on_gpu = problem.anchor.device.type in native.cuda_devices()
-    return "float16" if on_gpu and widest <= HALF_SPAN * eps else "float32"
+def _checked(points: Points) -> Points:
+    """Types, devices, shapes and rows of the four clouds."""
+    first = points[2]
+    for name, x, twin in zip(NAMES, points, points[2:] + points[:2]):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if not isinstance(first, Tensor):
+            raise TypeError(f"image1 must be a tensor, got {type(first).__name__}")
+        if x.device != first.device:
+            raise ValueError(f"{name} is on {x.device}, but image1 is on {first.device}")
+        check_dtype(x.dtype)
+        if x.dtype != first.dtype:
+            raise TypeError(f"{name} is {x.dtype}, but image1 is {first.dtype}")
+        if len(x.shape) != 2 or x.shape[0] == 0:
+            raise ValueError(f"{name} must be [rows, width] with at least one row, got {tuple(x.shape)}")
+        if isinstance(twin, Tensor) and len(twin.shape) == 2 and x.shape[1] != twin.shape[1]:
+            raise ValueError(f"{name} has width {x.shape[1]}, but its twin has {twin.shape[1]}")
+        if x.shape[0] != points[0].shape[0]:
+            raise ValueError(
+                f"{name} has {x.shape[0]} rows, but image0 has {points[0].shape[0]}; a batch needs as many"
+            )
+    image0, text0, image1, text1 = (x.detach() for x in points)
+    points = image0, text0, image1, text1
+    if not (first.is_cuda and not capturing(first) and _are_unit(points)):
+        for name, x in zip(NAMES, points):
+            check_rows(x, name)
+    return points
 
 
-def _make_square_problem(factors: Factors, cost: Tensor | str) -> Problem:
-    problem = make_problem(cost if isinstance(cost, str) else "arc", factors)
-    if problem.shape[0] != problem.shape[1]:
-        rows, cols = problem.shape
-        raise ValueError(f"{NAMES[2]} has {cols} rows, but {NAMES[0]} has {rows}; a batch needs as many")
-    if isinstance(cost, str):
-        return problem
-    given = make_problem(cost, None)
-    if given.shape != problem.shape or given.anchor.device != problem.anchor.device:
-        raise ValueError(
-            f"cost must be [{problem.shape[0]}, {problem.shape[1]}] on {problem.anchor.device}, "
-            f"got {tuple(cost.shape)} on {cost.device}"
-        )
-    return given
+def _are_unit(points: Points) -> bool:
+    """Whether `check_rows` has nothing to say about any of the clouds: a GPU is waited for once, not for each."""
+    norms = torch.cat([torch.linalg.vector_norm(x, dim=1) for x in points])
+    return bool(((norms - 1).abs() <= UNIT_TOLERANCE).all())
 
 
-def _exact(problem: Problem, backend: str) -> Tensor:
+def _arc(noise: Tensor, data: Tensor) -> Tensor:
+    """Arc lengths between all rows."""
+    return (noise @ data.T).clamp(-1, 1).acos()
+
+
+def _exact(cost: Tensor) -> Tensor:
     from scipy.optimize import linear_sum_assignment
 
-    cost = problem.matrix
-    if cost is None:
-        noise, data = problem.clouds()
-        cost = transport_cost(*noise, *data, cost=problem.cost, weights=problem.weights, backend=backend)
     _, columns = linear_sum_assignment(cost.cpu().numpy())
-    return torch.from_numpy(columns).to(device=problem.anchor.device, dtype=torch.int64)
+    return torch.from_numpy(columns).to(device=cost.device, dtype=torch.int64)
 
 
-def _c2ot(problem: Problem, generated: int, target_ratio: float, backend: str) -> Tensor:
+def _c2ot(points: Points, generated: int, target_ratio: float) -> Tensor:
     """Exact transport with cost arc(generated) + w arc(condition); `generated` is 0 for image, 1 for text."""
     if not 0 < target_ratio <= 1:
         raise ValueError(f"target_ratio must be in (0, 1], got {target_ratio}")
-    noise, data = problem.clouds()
-    moved, condition = noise[generated], data[1 - generated]
-    weight = condition_weight(moved, data[generated], condition, target_ratio)
+    noise, data, condition = points[generated], points[2 + generated], points[3 - generated]
+    weight = condition_weight(noise, data, condition, target_ratio)
     # In place of the condition stream's noise stands its data: the distance between conditions i and j.
-    clouds = (condition, moved) if generated == 1 else (moved, condition)
-    weights = (weight, 1.0) if generated == 1 else (1.0, weight)
-    return _exact(make_problem("arc", (*clouds, *data), weights), backend)
+    return _exact(_arc(noise, data) + weight * _arc(condition, condition))
 
 
 def condition_weight(noise: Tensor, data: Tensor, condition: Tensor, target_ratio: float) -> float:
@@ -266,44 +213,47 @@ def condition_weight(noise: Tensor, data: Tensor, condition: Tensor, target_rati
     return high
 
 
-# ---- operations ----------------------------------------------------------------------------------------------------
+# ---- operation -----------------------------------------------------------------------------------------------------
 
 
-def ot_assign_operation(
-    first: Tensor,
-    text1: Tensor | None,
-    image0: Tensor | None,
-    text0: Tensor | None,
-    rows: int,
-    cost: str,
-    image_weight: float,
-    text_weight: float,
+def ot_solve_reference(
+    image0: Tensor,
+    text0: Tensor,
+    image1: Tensor,
+    text1: Tensor,
     eps: float,
     tol: float,
     max_iter: int,
-    storage: torch.dtype,
     uniform: Tensor | None,
-) -> Tensor:
-    """`ot_assign` of a problem in pieces (`Problem.flat`): the largest entry of each row of the plan, or with `uniform`
-    [n] in [0, 1) a draw from it."""
-    problem = first, text1, image0, text0, rows, cost, image_weight, text_weight
-    return _solve_and_assign(ReferenceSolve, *problem, eps, tol, max_iter, storage, uniform)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The entropic plan between two clouds of pairs, solved until its columns are off by at most `tol`: the largest
+    entry of each row, or with `uniform` [n] in [0, 1) a draw from it, int64 [n]; its potentials f [n] and g [m],
+    float64; and a report [3], float64: iterations, violation of the columns, and whether that is within `tol`."""
+    cost = _arc(image0, image1) + _arc(text0, text1)
+    f, g, iterations, violation = sinkhorn_reference(cost, eps, tol, max_iter)
+    report = torch.tensor([iterations, violation, violation <= tol], dtype=torch.float64, device=cost.device)
+    return assign_reference(cost, g, eps, uniform), f.double(), g.double(), report
 
 
-def _solve_and_assign(solver: Callable[[Problem, SinkhornSettings], Solve], *arguments: Any) -> Tensor:
-    problem, settings = unpack(arguments)
-    solve = solver(problem, settings)
-    index = solve.assign(arguments[-1])
-    if not solve.converged:
-        warn_unconverged(solve.iterations, solve.error, settings)
-    return index
+def assign_reference(cost: Tensor, g: Tensor, eps: float, uniform: Tensor | None) -> Tensor:
+    """Target column of each row, int64 [n]: argmax_j of the plan, or its inverse row distribution at `uniform` [n]."""
+    if uniform is None:
+        return (g - cost).argmax(dim=1)
+    cumulative = torch.softmax((g - cost).double() / eps, dim=1).cumsum(dim=1)
+    target = uniform.double() * cumulative[:, -1]
+    return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].clamp(max=cost.shape[1] - 1)
+
+
+def _shapes(image0: Tensor, text0: Tensor, image1: Tensor, *_: object) -> tuple[Tensor, ...]:  # noqa: ARG001
+    sizes = ((len(image0), torch.int64), *((n, torch.float64) for n in (len(image0), len(image1), 3)))
+    return tuple(image0.new_empty(n, dtype=dtype) for n, dtype in sizes)
 
 
 _operation = dispatch.operation(
-    "ot_assign",
-    ot_assign_operation,
-    cpu=native.backend(functools.partial(_solve_and_assign, functools.partial(solve_cpu, rounded=True)), dtypes=None),
-    cuda=native.cuda_backend(functools.partial(_solve_and_assign, functools.partial(solve_cuda, half_points=True))),
+    "ot_solve",
+    ot_solve_reference,
+    cpu=native.backend(transport.ot_solve, dtypes=None),
+    cuda=native.cuda_backend(transport.ot_solve_cuda),
     differentiable=False,
-    fake=lambda first, text1, image0, text0, rows, *_: first.new_empty(rows, dtype=torch.int64),  # noqa: ARG005
+    fake=_shapes,
 )

@@ -1,196 +1,196 @@
-"""Entropic optimal transport with uniform marginals, from a cost matrix or from points on the two spheres."""
+"""Entropic optimal transport with uniform marginals between given costs, in float32."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from geoflow_fast.ops import dispatch, native
-from geoflow_fast.ops.transport import (
-    Factors,
-    Problem,
-    SinkhornSettings,
-    make_problem,
-    make_settings,
-    warn_unconverged,
-)
-from geoflow_fast.ops.transport_solvers import ReferenceSolve, Solve, cuda_matrix, load_scores, solve_cpu, solve_cuda
+from geoflow_fast.geometry import capturing
+from geoflow_fast.geometry import eps as check_dtype
+from geoflow_fast.ops import dispatch, native, transport
+from geoflow_fast.runtime import checks
+from geoflow_fast.runtime.warn import warn_user
 
-FLAT = 8
-"""How many arguments of an operation describe its problem; those of the settings follow."""
+LARGEST_EPS = 1e35
+"""Larger ones would overflow where eps is multiplied."""
+# Roundings of a plan's entry and of its sums that do not grow with the costs.
+_ROUNDINGS = 16
+# The most of a tolerance that rounding may take: what iterations see of it falls below a quarter, but not to zero.
+_SHARE = 0.8
+# A range that keeps 1 / eps finite where all costs are equal.
+_LEAST_REACH = 1e-30
+
+Solver = Callable[[Tensor, float, float, float, float, int], tuple[Tensor, Tensor, int, float]]
 
 
 @dataclass(frozen=True)
 class SinkhornResult:
-    """An entropic transport plan P_ij = exp((f_i + g_j - C_ij) / eps) with uniform marginals, given by its potentials.
+    """An entropic transport plan P_ij = exp((f_i + g_j - cost_ij) / eps) with uniform marginals, given by its
+    potentials `f` [n] and `g` [m], which are float64.
 
-    `f` [n] and `g` [m] are float64. C is the given matrix, or what `transport_cost` gives for the points on the same
-    backend. `marginal_error` is an upper bound of the L1 violation of the row sums of P; it consists of the violation
-    of the column sums before the last column update, which can only reduce it (csrc/sinkhorn.h), and a bound of what
-    rounding does, which also bounds the violation of the column sums. `transport_cost` is sum_ij P_ij C_ij.
-    `iterations` counts full iterations, each of which reads the matrix once. `converged` is false if `max_iter`
-    iterations did not reach `tol`, and a RuntimeWarning is given. In a function that `torch.compile` or `torch.export`
-    traces the four numbers are tensors without dimensions: to read them would cut the graph.
+    `marginal_error` is an upper bound of the L1 violation of the row sums of P; it consists of the violation of the
+    column sums before the last column update, which can only reduce it (csrc/sinkhorn.h), and a bound of what rounding
+    does, which also bounds the violation of the column sums.
     """
 
+    cost: Tensor
+    eps: float
     f: Tensor
     g: Tensor
     iterations: int
     marginal_error: float
-    transport_cost: float
     converged: bool
 
     @property
-    def potentials(self) -> tuple[Tensor, Tensor]:
-        """The potentials (f, g)."""
-        return self.f, self.g
+    def plan(self) -> Tensor:
+        """P [n, m], in the dtype of the cost: what `ot.sinkhorn` of POT returns."""
+        return ((self.f.unsqueeze(1) + self.g - self.cost) / self.eps).exp().to(self.cost.dtype)
+
+    @property
+    def transport_cost(self) -> float:
+        """sum_ij P_ij cost_ij."""
+        return float((self.plan.double() * self.cost).sum())
 
 
 def sinkhorn(
-    cost: Tensor | str = "arc",
-    factors: Factors | None = None,
-    *,
-    eps: float = 0.05,
-    tol: float = 1e-3,
-    max_iter: int = 1000,
-    weights: tuple[float, float] = (1.0, 1.0),
-    storage: str = "float32",
-    backend: str = "auto",
+    cost: Tensor, eps: float = 0.05, *, tol: float = 1e-3, max_iter: int = 1000, backend: str = "auto"
 ) -> SinkhornResult:
-    """Solves entropic optimal transport with uniform marginals; the result has potentials, error and cost of the plan.
-
-    `cost` is a matrix [n, m] (mass moves from rows to columns), or "arc" (the paper: sum of the two arc lengths) or
-    "chord" (sum of the two squared chords |x - y|^2) between `factors` = (image0, text0, image1, text1): noise
-    [n, d_I], [n, d_T] and data [m, d_I], [m, d_T], unit rows. `weights` multiply the image and the text term. `eps` is
-    the regularisation, in units of the cost.
+    """Solves entropic optimal transport with uniform marginals for the matrix `cost` [n, m]: mass moves from rows to
+    columns. `eps` is the regularisation, in units of the cost.
 
     The solver stops once the L1 violation of a marginal is at most `tol`; if it reaches `max_iter` first, `converged`
     is false and a RuntimeWarning gives the error reached. The CPU and CUDA backends work in float32 for any input and
     store one n x m matrix and O(n + m) more; `backend="reference"` works in the dtype of the input. Where eps is so
-    small beside the costs, or `tol` so small, that float32 cannot hold the plan (below about 2e-4 of the largest cost
-    for the default `tol`), float64 iterations follow, in plain torch. Where float64 cannot hold it either (below about
-    5e-13 of the largest cost), a ValueError names the smallest eps that works.
-
-    `storage="float16"` halves the matrix by rounding its costs: the result describes the plan of the rounded costs.
-    The sum of |P - exact P| is then below 1e-4 (4 + s), where s = (max C - min C) / eps: 2e-3 at s = 16
-    and 1.6e-2 at s = 160. A larger s is refused.
+    small beside the range of the costs that the potentials cannot hold the plan to `tol` (below 1.5e-4 of the range
+    for the default `tol` in float32), a ValueError names the smallest eps that works.
     """
-    problem = make_problem(cost, factors, weights)
-    settings = make_settings(eps, tol, max_iter, storage)
-    f, g, report = _sinkhorn(*problem.flat(), *settings.flat(), str(backend))
-    if torch.compiler.is_compiling():
-        iterations, error, total, converged = report.unbind()
-        return SinkhornResult(f, g, iterations.long(), error, total, converged.bool())
-    iterations, error, total, converged = report.tolist()
-    return SinkhornResult(f, g, int(iterations), error, total, bool(converged))
+    eps, tol, max_iter = check_limits(eps, tol, max_iter)
+    check_dtype(checks.with_values(cost, "cost").dtype)
+    if cost.dim() != 2 or cost.numel() == 0:
+        raise ValueError(f"cost must be a matrix with at least one row and one column, got shape {tuple(cost.shape)}")
+    cost = cost.detach()
+    f, g, report = _operation(cost, eps, tol, max_iter, str(backend))
+    if capturing(report):
+        iterations, error, converged = report.unbind()
+        return SinkhornResult(cost, eps, f, g, iterations.long(), error, converged.bool())
+    iterations, error, converged = report.tolist()
+    return SinkhornResult(cost, eps, f, g, int(iterations), error, bool(converged))
 
 
-def transport_cost(
-    image0: Tensor,
-    text0: Tensor,
-    image1: Tensor,
-    text1: Tensor,
-    *,
-    cost: str = "arc",
-    weights: tuple[float, float] = (1.0, 1.0),
-    backend: str = "auto",
-) -> Tensor:
-    """The cost matrix [n, m] that `sinkhorn` and `ot_assign` use for these points, in their dtype; the CPU and CUDA
-    backends compute it in float32."""
-    problem = make_problem(cost, (image0, text0, image1, text1), weights)
-    matrix: Tensor = _transport_cost(*problem.flat(), str(backend))
-    return matrix
+def check_limits(eps: float, tol: float, max_iter: int) -> tuple[float, float, int]:
+    """Checks the scalar arguments of a solve."""
+    eps, tol = (checks.positive(x, name, LARGEST_EPS) for name, x in (("eps", eps), ("tol", tol)))
+    return eps, tol, checks.integer(max_iter, "max_iter", 1, 2**31 - 1)
 
 
-# ---- operations ----------------------------------------------------------------------------------------------------
+def rounding_of(
+    low: float, high: float, reach: float, eps: float, tol: float, dtype: torch.dtype, name: str = "eps"
+) -> float:
+    """A bound of the L1 marginal error that comes from rounding in this precision, of costs in a range of which numbers
+    up to `reach` are rounded: an entry of the plan is exp((f + g - C) / eps), so what rounding does to f, g and C is
+    divided by eps. A ValueError names the smallest eps, or the smallest `tol`, if it leaves too little of `tol`."""
+    unit = float(torch.finfo(dtype).eps)
+    rounding = unit * (reach / eps + _ROUNDINGS)
+    if rounding <= _SHARE * tol:
+        return rounding
+    kind = str(dtype).removeprefix("torch.")
+    left = _SHARE * tol / unit - _ROUNDINGS
+    if left <= 0:
+        raise ValueError(
+            f"tol={tol:g} is too small: {kind} resolves at least {_rounded_up(2 * _ROUNDINGS * unit / _SHARE)}"
+        )
+    raise ValueError(
+        f"{name}={eps:g} is too small for costs between {low:g} and {high:g}: to tol={tol:g}, {kind} holds their plan "
+        f"for {name} of at least {_rounded_up(reach / left)}"
+    )
 
 
-def unpack(arguments: tuple[Any, ...]) -> tuple[Problem, SinkhornSettings]:
-    """Problem and settings from the arguments of an operation."""
-    return Problem.of(*arguments[:FLAT]), SinkhornSettings(*arguments[FLAT : FLAT + 4])
+def _rounded_up(x: float) -> str:
+    """Two digits of a number that is no smaller than `x`."""
+    return next(text for text in (f"{x:.2g}", f"{1.06 * x:.2g}") if float(text) >= x)
 
 
-def sinkhorn_operation(
-    first: Tensor,
-    text1: Tensor | None,
-    image0: Tensor | None,
-    text0: Tensor | None,
-    rows: int,
-    cost: str,
-    image_weight: float,
-    text_weight: float,
-    eps: float,
-    tol: float,
-    max_iter: int,
-    storage: torch.dtype,
+def warn_unconverged(iterations: int, error: float, tol: float) -> None:
+    """Warns of an unfinished solve."""
+    warn_user(
+        f"sinkhorn stopped after {iterations} iterations with marginal error {error:.3g} > tol={tol:g}; "
+        "raise max_iter, eps or tol",
+        RuntimeWarning,
+    )
+
+
+def sinkhorn_reference(cost: Tensor, eps: float, tol: float, max_iter: int) -> tuple[Tensor, Tensor, int, float]:
+    """Potentials f [n], g [m] of the plan P = exp((f + g - C) / eps) with uniform marginals; iterations; error.
+
+    Log domain. An iteration makes the rows exact, looks at the L1 violation of the columns, and makes the columns
+    exact; it stops when the violation is at most `tol`, which bounds that of the rows after the column update.
+    """
+    n, m = cost.shape
+    g = torch.zeros(m, dtype=cost.dtype, device=cost.device)
+    iteration, error = 0, math.inf
+    while error > tol and iteration < max_iter:
+        iteration += 1
+        f = -eps * (torch.logsumexp((g - cost) / eps, dim=1) + math.log(n))
+        log_columns = torch.logsumexp((f[:, None] + g - cost) / eps, dim=0)
+        error = float((log_columns.exp() - 1 / m).abs().sum())
+        g = g - eps * (log_columns + math.log(m))
+    return f, g, iteration, error
+
+
+# ---- operation -----------------------------------------------------------------------------------------------------
+
+
+def sinkhorn_operation(cost: Tensor, eps: float, tol: float, max_iter: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Potentials f [n] and g [m], float64, and a report on the CPU, float64 [3]: iterations, marginal error and whether
+    it converged."""
+    return _solved(_plain, None, cost, eps, tol, max_iter)
+
+
+def _solved(
+    solve: Solver, dtype: torch.dtype | None, cost: Tensor, eps: float, tol: float, max_iter: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`sinkhorn` of a problem in pieces (`Problem.flat`): f [n], g [m], and a report on the CPU, float64 [4]:
-    iterations, marginal error, transport cost and whether it converged."""
-    problem = first, text1, image0, text0, rows, cost, image_weight, text_weight
-    return _report(ReferenceSolve, *problem, eps, tol, max_iter, storage)
+    """Solves in `dtype`, by default that of the cost, for costs less the middle one: a large common offset would cost
+    the small differences."""
+    dtype = dtype or cost.dtype
+    low, high = (float(x) for x in torch.aminmax(cost))
+    if not max(high - low, abs(low), abs(high)) <= torch.finfo(torch.float32).max:
+        bad = ~torch.isfinite(cost)
+        where = (
+            f"not finite at {tuple(bad.nonzero()[0].tolist())}" if bool(bad.any()) else "beyond the range of float32"
+        )
+        raise ValueError(f"cost is {where}")
+    # The potentials that are returned hold the middle cost, too, in float64.
+    offset = max(abs(low), abs(high)) * torch.finfo(torch.float64).eps / torch.finfo(dtype).eps
+    rounding = rounding_of(low, high, max(high - low, offset, _LEAST_REACH), eps, tol, dtype)
+    middle = float(torch.tensor((low + high) / 2, dtype=cost.dtype, device="cpu"))
+    f, g, iterations, violation = solve(cost, middle, high - low, eps, tol - rounding, max_iter)
+    converged = violation <= tol - rounding
+    error = min(violation + rounding, tol) if converged else violation + rounding
+    if not converged:
+        warn_unconverged(iterations, error, tol)
+    report = torch.tensor([iterations, error, converged], dtype=torch.float64, device="cpu")
+    return f.double() + middle, g.double(), report
 
 
-def _report(solver: Callable[[Problem, SinkhornSettings], Solve], *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    problem, settings = unpack(arguments)
-    solve = solver(problem, settings)
-    f, g, cost = solve.plan()
-    if not solve.converged:
-        warn_unconverged(solve.iterations, solve.error, settings)
-    numbers = [solve.iterations, solve.error, cost, solve.converged]
-    return f, g, torch.tensor(numbers, dtype=torch.float64, device="cpu")
+def _plain(
+    cost: Tensor, middle: float, _spread: float, eps: float, tol: float, max_iter: int
+) -> tuple[Tensor, Tensor, int, float]:
+    return sinkhorn_reference(cost - middle, eps, tol, max_iter)
 
 
-def _sinkhorn_shapes(first: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    rows, cost = arguments[3:5]
-    columns = first.shape[1] if cost == "given" else first.shape[0]
-    f, g = (torch.empty(n, dtype=torch.float64, device=first.device) for n in (rows, columns))
-    return f, g, torch.empty(4, dtype=torch.float64, device="cpu")
-
-
-def transport_cost_operation(
-    first: Tensor,
-    text1: Tensor | None,
-    image0: Tensor | None,
-    text0: Tensor | None,
-    rows: int,
-    cost: str,
-    image_weight: float,
-    text_weight: float,
-) -> Tensor:
-    """`transport_cost` of a problem in pieces (`Problem.flat`)."""
-    return Problem.of(first, text1, image0, text0, rows, cost, image_weight, text_weight).dense()
-
-
-def _transport_cost_cpu(*arguments: Any) -> Tensor:
-    problem = Problem.of(*arguments)
-    matrix = native.TransportMatrix(*problem.shape, torch.float32)
-    offset, _, _ = load_scores(matrix, problem, None)
-    return (offset - matrix.scores()).to(problem.anchor.dtype)
-
-
-def _transport_cost_cuda(*arguments: Any) -> Tensor:
-    problem = Problem.of(*arguments)
-    return cuda_matrix(problem)[0].costs().to(problem.anchor.dtype).contiguous()
-
-
-_transport_cost = dispatch.operation(
-    "transport_cost",
-    transport_cost_operation,
-    cpu=native.backend(_transport_cost_cpu, dtypes=None),
-    cuda=native.cuda_backend(_transport_cost_cuda),
-    differentiable=False,
-    fake=lambda first, text1, image0, text0, rows, *_: first.new_empty(rows, first.shape[0]),  # noqa: ARG005
-)
-_sinkhorn = dispatch.operation(
+_operation = dispatch.operation(
     "sinkhorn",
     sinkhorn_operation,
-    cpu=native.backend(functools.partial(_report, solve_cpu), dtypes=None),
-    cuda=native.cuda_backend(functools.partial(_report, solve_cuda)),
+    cpu=native.backend(functools.partial(_solved, transport.sinkhorn, torch.float32), dtypes=None),
+    cuda=native.cuda_backend(functools.partial(_solved, transport.sinkhorn_cuda, torch.float32)),
     differentiable=False,
-    fake=_sinkhorn_shapes,
+    fake=lambda cost, *_: (
+        *(torch.empty(n, dtype=torch.float64, device=cost.device) for n in cost.shape),
+        torch.empty(3, dtype=torch.float64, device="cpu"),
+    ),
 )

@@ -24,7 +24,6 @@ from geoflow_fast.flow.curriculum import draw_batch_plan
 from geoflow_fast.flow.fields import Streams
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.manifolds import manifold_of
-from geoflow_fast.ops import native
 from geoflow_fast.ops.ot_assign import assign_late, warn_if_unsolved
 from geoflow_fast.runtime.late import LateValues
 from geoflow_fast.training.config import TrainConfig
@@ -296,23 +295,19 @@ class BatchMaker:
         rule: str,
         generator: torch.Generator,
     ) -> Tensor:
-        """The data row that belongs to each noise row: int64 [B]."""
+        """The data row that belongs to each noise row: int64 [B]. Nothing waits for a plan on a GPU: whether it was
+        solved is looked at later."""
         noise, eps = self.unit_noise(noise), self.config.sinkhorn_eps
-        if rule in PLANS and self.device.type == "cuda" and native.missing_cuda() is None:
-            return self._couple_late(noise, data, rule, generator)
-        return ops.couple(*noise, *data, coupling=rule, direction=direction, eps=eps, generator=generator)
-
-    def _couple_late(self, noise: Streams, data: Streams, rule: str, generator: torch.Generator) -> Tensor:
-        """`couple` by a plan on a GPU that nothing waits for: whether it was solved is looked at later."""
-        for eps, known in self.solved.arrived():
-            warn_if_unsolved(known, eps)
+        if rule not in PLANS:
+            return ops.couple(*noise, *data, coupling=rule, direction=direction, eps=eps, generator=generator)
         uniform = None
         if rule == "sample":
-            drawn = torch.rand(len(data[0]), generator=generator, dtype=torch.float64, device="cpu")
-            (uniform,) = send([drawn], self.device)
-        target, status = assign_late(noise, data, self.config.sinkhorn_eps, uniform)
-        if status is not None:
-            self.solved.put(self.config.sinkhorn_eps, status)
+            uniform = torch.rand(len(data[0]), generator=generator, dtype=torch.float64, device="cpu")
+            uniform = uniform if self.rows is None else send([uniform], self.device)[0]
+        target, report = assign_late((*noise, *data), eps, uniform)
+        self.solved.put(eps, report)
+        for solved_eps, known in self.solved.arrived():
+            warn_if_unsolved(known, solved_eps)
         return target
 
     def unit_noise(self, noise: Streams) -> Streams:

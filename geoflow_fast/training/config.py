@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from geoflow_fast.flow.config import FEW_PAIRS, many_cores
 from geoflow_fast.flow.curriculum import Curriculum
-from geoflow_fast.ops.ot_assign import CONDITIONAL_COUPLINGS, COUPLINGS
+from geoflow_fast.ops.ot_assign import CONDITIONAL_COUPLINGS, COUPLINGS, check_plan
 from geoflow_fast.runtime import checks
 
 EARLY_VALIDATIONS = 4
@@ -144,6 +144,8 @@ class TrainConfig(RunConfig):
         self._check_shares("conditional_share", "ramp_share", "p_joint", "p_drop")
         checks.one_of(self.coupling, "coupling", COUPLINGS)
         checks.one_of(self.conditional_coupling, "conditional_coupling", CONDITIONAL_COUPLINGS)
+        if {self.coupling, self.conditional_coupling} & {"paper", "sample"}:
+            check_plan(self.sinkhorn_eps, "sinkhorn_eps")
 
     @classmethod
     def paper(cls) -> TrainConfig:

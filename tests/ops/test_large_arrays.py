@@ -69,19 +69,14 @@ def test_rows_at_the_end_are_read_where_they_are(sparse_file: Path):
     assert picked.argmax(1).tolist() == [WIDTH - 1, (ITEMS - 2) % 16_000, 0]
 
 
-@pytest.mark.skipif(AVAILABLE < 7 * 2**20, reason="needs 7 GB of free memory")
+@pytest.mark.skipif(AVAILABLE < 12 * 2**20, reason="needs 12 GB of free memory")
 def test_a_transport_matrix_beyond_2_31_entries():
     size = 46_400
     assert size**2 > 2**31
     noise, data = (torch.nn.functional.normalize(torch.randn(size, 4), dim=1) for _ in range(2))
-    matrix = native.TransportMatrix(size, size, torch.float16)
-    matrix.build((noise, data), (noise, data), (1.0, 1.0), True, None)
-    scores = matrix.scores()
+    index, _, g, _ = torch.ops.geoflow.ot_solve(noise, noise, data, data, 0.05, 1e-3, 1, None, "cpu")
     rows = torch.tensor([0, 1, size // 2, size - 2, size - 1])
     angle = torch.acos((noise[rows].double() @ data.double().T).clamp(-1, 1))
-    torch.testing.assert_close(scores[rows].double(), math.pi - 2 * angle, rtol=2e-3, atol=4e-3)
-    zero = torch.zeros(size, dtype=torch.float64)
-    index = matrix.assign(zero, zero, 0.05, None)
-    best = (2 * angle).min(1).values
-    got = 2 * angle[torch.arange(len(rows)), index[rows]]
-    torch.testing.assert_close(got, best, rtol=0, atol=4e-3)
+    scores = g - 2 * angle
+    best, got = scores.max(1).values, scores[torch.arange(len(rows)), index[rows]]
+    torch.testing.assert_close(got, best, rtol=0, atol=1e-3)

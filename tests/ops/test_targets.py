@@ -60,9 +60,10 @@ clouds = [rows(300, width) for width in (65, 33, 65, 33)]
 t, direction = torch.rand(300), (torch.arange(300) % 3).to(torch.int8)
 for name, x in zip(("image_t", "text_t", "v_image", "v_text"), gf.ops.masked_interpolant(*clouds, t, direction)):
     results[name] = x
-for storage in ("float32", "float16"):
-    solved = gf.ops.sinkhorn("arc", factors=clouds, eps=0.05, tol=1e-5, storage=storage)
-    results |= {"f " + storage: solved.f, "g " + storage: solved.g}
+_, f, g, _ = torch.ops.geoflow.ot_solve(*clouds, 0.05, 1e-5, 1000, None, "cpu")
+results |= {"f of points": f, "g of points": g}
+solved = gf.ops.sinkhorn(torch.cdist(clouds[0], clouds[2]), 0.02, tol=2e-5)
+results |= {"f of costs": solved.f, "g of costs": solved.g}
 x, v = rows(129, 37), torch.randn(129, 37)
 results["tangent_step"] = gf.ops.tangent_step(x, v, 0.1)
 wide, scale = torch.randn(129, 37), torch.randn(1, 37)

@@ -41,7 +41,6 @@ def inputs_of(name: str) -> tuple[object, ...]:
     group, keep = torch.randn(2, WIDTH), torch.rand(ROWS, WIDTH) < 0.5
     direction, times = torch.arange(ROWS).to(torch.int8) % 3, torch.rand(ROWS)
     samples, gallery, bias, sample_bias = unit(2, 3, WIDTH), unit(9, WIDTH), torch.randn(9), torch.randn(2, 3)
-    given = (z.abs() @ w.T, None, None, None, ROWS, "given", 1.0, 1.0)
     return {
         "adaln": (x, group, group + 1, 1e-5),
         "adaln_half": (x, group, group + 1, 1e-5),
@@ -65,9 +64,8 @@ def inputs_of(name: str) -> tuple[object, ...]:
         "gallery_search": (x, gallery, 4),
         "gallery_posterior": (samples, gallery, 5.0, 4, bias, sample_bias, "float32"),
         "gallery_scores": (samples, gallery, 5.0, bias, sample_bias),
-        "transport_cost": (x, y, z, w, ROWS, "arc", 1.0, 1.0),
-        "sinkhorn": (x[:4], y[:4], z, w, ROWS, "chord", 1.0, 2.0, 0.1, 1e-3, 1000, torch.float32),
-        "ot_assign": (*given, 0.1, 1e-3, 1000, torch.float32, times.double()),
+        "sinkhorn": (torch.rand(ROWS, 7), 0.1, 1e-3, 1000),
+        "ot_solve": (x, y, z, w, 0.1, 1e-3, 1000, times.double()),
     }[name]
 
 
@@ -147,17 +145,21 @@ def test_a_compiled_training_loss_keeps_the_kernels(flow, calls, backend):
 
 
 @pytest.fixture
-def solves(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The iterations of each run of the compiled transport solver."""
-    seen: list[int] = []
-    iterate = native.TransportMatrix.iterate
+def solves(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[object, ...]]]:
+    """What each run of the compiled transport solver reported."""
+    seen: list[tuple[object, ...]] = []
+    built = native.required()
 
-    def counted(self: native.TransportMatrix, *arguments: object) -> tuple[int, int, float]:
-        outcome = iterate(self, *arguments)
-        seen.append(outcome[1])
-        return outcome
+    def counted(solve: Callable[..., tuple[object, ...]]) -> Callable[..., tuple[object, ...]]:
+        def run(*arguments: object) -> tuple[object, ...]:
+            results = solve(*arguments)
+            seen.append(tuple(x.tolist() if isinstance(x, Tensor) else x for x in results))
+            return results
 
-    monkeypatch.setattr(native.TransportMatrix, "iterate", counted)
+        return run
+
+    for name in ("ot_solve", "sinkhorn"):
+        monkeypatch.setattr(built, name, counted(getattr(built, name)))
     yield seen
     torch._dynamo.reset()
 
@@ -165,22 +167,20 @@ def solves(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 def transport_calls(points: tuple[Tensor, ...]) -> dict[str, tuple[Callable[..., object], tuple[object, ...]]]:
     """Functions of tensors that solve a transport problem, with their arguments."""
 
-    def plan(*points: Tensor) -> tuple[Tensor, ...]:
-        result = ops.sinkhorn("arc", points, eps=0.1)
-        return result.f, result.g, result.iterations, result.marginal_error, result.transport_cost, result.converged
+    def plan(cost: Tensor) -> tuple[object, ...]:
+        result = ops.sinkhorn(cost, 0.1)
+        return result.f, result.g, result.iterations, result.marginal_error, result.converged
 
     return {
         "ot_assign": (lambda *x: (ops.ot_assign(*x, eps=0.1),), points),
-        "given": (lambda cost, *x: (ops.ot_assign(*x, cost=cost, eps=0.1),), (torch.rand(9, 9), *points)),
         "couple": (lambda *x: (ops.couple(*x, eps=0.1),), points),
-        "sinkhorn": (plan, points),
-        "matrix": (lambda cost: ops.sinkhorn(cost, eps=0.1).potentials, (torch.rand(7, 9),)),
+        "sinkhorn": (plan, (torch.rand(7, 9),)),
     }
 
 
 @pytest.mark.own_default("dtype", reason="torch.compile does not trace changes of the default dtype")
 @pytest.mark.skipif(native.missing() is not None, reason="compiled extension is not built")
-@pytest.mark.parametrize("name", ["ot_assign", "given", "couple", "sinkhorn", "matrix"])
+@pytest.mark.parametrize("name", ["ot_assign", "couple", "sinkhorn"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_coupling_is_one_node_and_keeps_the_solver(name, backend, solves):
     function, arguments = transport_calls((unit(9, 12), unit(9, 5), unit(9, 12), unit(9, 5)))[name]
@@ -209,17 +209,17 @@ def test_an_exported_coupling_has_the_operation():
 
     points = (unit(9, 12), unit(9, 5), unit(9, 12), unit(9, 5))
     program = torch.export.export(Coupling(), points)
-    assert [str(n.target) for n in program.graph.nodes if "geoflow" in str(n.target)] == ["geoflow.ot_assign.default"]
+    assert [str(n.target) for n in program.graph.nodes if "geoflow" in str(n.target)] == ["geoflow.ot_solve.default"]
     assert torch.equal(program.module()(*points), ops.ot_assign(*points, eps=0.1))
 
 
 @pytest.mark.own_default("dtype", reason="torch.compile does not trace changes of the default dtype")
 def test_a_compiled_solve_still_warns():
     cost = torch.rand(9, 9)
-    compiled = torch.compile(lambda x: ops.sinkhorn(x, eps=0.01, max_iter=2).g, backend="eager", fullgraph=True)
+    compiled = torch.compile(lambda x: ops.sinkhorn(x, 0.01, max_iter=2).g, backend="eager", fullgraph=True)
     with pytest.warns(RuntimeWarning, match="stopped after 2 iterations"):
         compiled(cost)
-    with pytest.raises(ValueError, match="float64 holds their plan for eps of at least"):
+    with pytest.raises(ValueError, match="float32 holds their plan for eps of at least"):
         torch.compile(lambda x: ops.sinkhorn(x, eps=1e-20).g, backend="eager", fullgraph=True)(cost)
     torch._dynamo.reset()
 

@@ -242,17 +242,7 @@ TRANSPORT = [
         lambda: {**clouds(), "t": torch.linspace(0, 1, ROWS), "direction": codes(), "drop": codes() == 1},
     ),
     Target("ops.ot_assign", ops.ot_assign, lambda: {**clouds(), "eps": 0.05, "tol": 1e-3, "max_iter": 50}),
-    Target(
-        "ops.ot_assign_panel",
-        lambda **given: ops.ot_assign_panel(**given, world=World()),
-        lambda: {**clouds(), "eps": 0.05, "max_iter": 50, "uniform": torch.rand(ROWS, dtype=torch.float64)},
-    ),
-    Target(
-        "ops.sinkhorn",
-        ops.sinkhorn,
-        lambda: {"cost": normal(6, 7).abs(), "eps": 0.1, "tol": 1e-3, "max_iter": 50, "storage": "float32"},
-    ),
-    Target("ops.transport_cost", ops.transport_cost, lambda: {**clouds(), "cost": "arc"}),
+    Target("ops.sinkhorn", ops.sinkhorn, lambda: {"cost": normal(6, 7).abs(), "eps": 0.1, "tol": 1e-3, "max_iter": 50}),
 ]
 ROW_OPERATIONS = [
     Target(

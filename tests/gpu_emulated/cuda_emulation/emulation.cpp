@@ -262,11 +262,6 @@ UNSEEN float bits_to_float(std::uint32_t bits) {
     return x;
 }
 
-UNSEEN float tf32(std::uint32_t bits) {
-    require((bits & 0x1fffu) == 0, "an input of the multiplication is not a TF32 number");
-    return bits_to_float(bits);
-}
-
 // 2^exponent, and the exponent of a number that is not zero.
 UNSEEN double power_of_two(int exponent) {
     const std::uint64_t bits = static_cast<std::uint64_t>(exponent + 1023) << 52;
@@ -305,10 +300,8 @@ UNSEEN float add_truncated(float sum, const double* products, int count) {
 
 // The numbers of a register: one, or two of 16 bits.
 UNSEEN void unpack(Number number, std::uint32_t bits, double* target) {
-    if (number == Number::tf32) {
-        target[0] = tf32(bits);
-    } else if (number == Number::cut_tf32) {
-        target[0] = tf32(bits & ~0x1fffu);
+    if (number == Number::cut_tf32) {
+        target[0] = bits_to_float(bits & ~0x1fffu);
     } else if (number == Number::float16) {
         target[0] = half_to_float(static_cast<std::uint16_t>(bits));
         target[1] = half_to_float(static_cast<std::uint16_t>(bits >> 16));

@@ -84,8 +84,8 @@ void copy_commit();
 void copy_wait(int pending);
 
 // Fragments of mma.sync as one lane holds them: m16n8k8 with TF32 inputs, or m16n8k16 with pairs of 16-bit numbers.
-// The hardware ignores the last 13 bits of a TF32 number; `tf32` insists that they are zero, `cut_tf32` cuts them off.
-enum class Number { tf32, cut_tf32, float16, bfloat16 };
+// The hardware ignores the last 13 bits of a TF32 number; `cut_tf32` cuts them off.
+enum class Number { cut_tf32, float16, bfloat16 };
 struct Fragments {
     float* sum;              // [4]
     const std::uint32_t* a;  // [4]

@@ -23,8 +23,6 @@ from tests.gpu_emulated.cuda_emulation.workshop import EMULATION, ROOT, SANITIZE
 from tests.reliability.races import units
 from tools.cuda_build import DYNAMIC_SHARED
 
-GIVEN, ARC = 0, 1  # geoflow::Cost
-
 
 @pytest.fixture(scope="session")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
@@ -34,8 +32,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 def test_the_build_table_knows_the_shared_memory_of_launches() -> None:
     entries = {"float": "float", "Half": "geoflow::cuda::Half"}
     sizes = {
-        **dict.fromkeys(("score_kernel<Half, Half>", "score_kernel<Half, float>"), "kScoreSharedBytes"),
-        "score_kernel<float, float>": "kScoreSharedBytes",
+        **dict.fromkeys(("score_kernel<Half>", "score_kernel<float>"), "kScoreSharedBytes"),
         **{
             f"sinkhorn_kernel<{vectors}, {entry}>": f"kSinkhornSharedBytes<{vectors}, {qualified}>"
             for vectors in (1, 2, 4)
@@ -60,13 +57,10 @@ class ScoreCase:
     cols: int
     dims: tuple[int, int]
     half: bool = False
-    stored_half: bool = False
-    weights: tuple[float, float] = (1.0, 1.0)
-    arc: bool = True
 
     def clouds(self) -> list[Array]:
         """x0, y0, x1, y1: unit rows, of which some coincide and some are antipodes, as the kernel is given them."""
-        return [x.astype(np.float16) for x in self.points()] if self.half else self.points()
+        return [x.astype(np.float16) for x in self.points()]
 
     def points(self) -> list[Array]:
         """The same before they are rounded to float16."""
@@ -86,19 +80,16 @@ class ScoreCase:
             self.clouds(),
             schedule=SCHEDULES[schedule],
             seed=1,
-            **{"-DHALF_POINTS": self.half, "-DHALF_ENTRIES": self.stored_half},
+            **{"-DHALF_ENTRIES": self.half},
             rows=self.rows,
             cols=self.cols,
             dim0=self.dims[0],
             dim1=self.dims[1],
-            weight0=self.weights[0],
-            weight1=self.weights[1],
-            arc=int(self.arc),
         )
 
     def scores(self, output: bytes) -> Array:
         """The scores [rows, cols] that the kernel wrote."""
-        scores = np.frombuffer(output, np.float16 if self.stored_half else np.float32).reshape(self.rows, -1)
+        scores = np.frombuffer(output, np.float16 if self.half else np.float32).reshape(self.rows, -1)
         assert np.isfinite(scores).all()
         return scores[:, : self.cols].astype(np.float64)
 
@@ -106,28 +97,26 @@ class ScoreCase:
         """Against float64; an arc may be off by the dot product's error times the slope of the arc sine."""
         scores = self.scores(output)
         truth, allowed = np.zeros((self.rows, self.cols)), np.full((self.rows, self.cols), 2e-6)
-        dot_error = 8e-4 if self.half else 5e-7
+        dot_error = 8e-4
         x0, y0, x1, y1 = (x.astype(np.float64) for x in self.points())
-        for x, y, weight in ((x0, y0, self.weights[0]), (x1, y1, self.weights[1])):
+        for x, y in ((x0, y0), (x1, y1)):
             dot = np.clip(x @ y.T, -1, 1)
-            truth += weight * (np.arcsin(dot) if self.arc else 2 * dot)
-            allowed += weight * dot_error * (2 / np.sqrt(1 - dot**2 + dot_error) if self.arc else 2)
-        if self.stored_half:
+            truth += np.arcsin(dot)
+            allowed += dot_error * 2 / np.sqrt(1 - dot**2 + dot_error)
+        if self.half:
             allowed += 2.0**-11 * np.abs(truth)
         assert (np.abs(scores - truth) <= allowed).all()
 
 
 SCORES = [
-    ScoreCase(1, 1, (4, 4)),
+    ScoreCase(1, 1, (8, 8)),
     ScoreCase(7, 129, (40, 72)),
-    ScoreCase(129, 7, (36, 4)),
-    ScoreCase(260, 150, (36, 8), weights=(0.5, 2.0)),
-    ScoreCase(150, 260, (64, 136), half=True),
-    ScoreCase(130, 130, (128, 96), half=True, stored_half=True),
-    ScoreCase(7, 129, (40, 72), half=True, weights=(0.5, 2.0)),
-    ScoreCase(1, 1, (8, 8), half=True, stored_half=True),
-    ScoreCase(140, 131, (36, 44), arc=False),
-    ScoreCase(140, 131, (40, 48), half=True, stored_half=True, arc=False),
+    ScoreCase(129, 7, (40, 8)),
+    ScoreCase(260, 150, (40, 8)),
+    ScoreCase(150, 260, (64, 136)),
+    ScoreCase(130, 130, (128, 96), half=True),
+    ScoreCase(1, 1, (8, 8), half=True),
+    ScoreCase(140, 131, (40, 48), half=True),
 ]
 
 
@@ -140,54 +129,10 @@ def test_scores_match_float64(workshop: Workshop, case: ScoreCase) -> None:
 
 def test_scores_cross_the_groups_of_tiles(workshop: Workshop) -> None:
     """More than kScoreGroup rows of tiles, the last group smaller than the others."""
-    case = ScoreCase(1170, 260, (8, 16), half=True)
+    case = ScoreCase(1170, 260, (8, 16))
     outcome = case.run(workshop)
     assert outcome.returncode == 0, outcome.stderr.decode()
     case.check(outcome.stdout)
-
-
-@dataclass(frozen=True)
-class EqualPoints(ScoreCase):
-    """Every row has a twin among the columns, in both factors."""
-
-    def points(self) -> list[Array]:
-        x0, _, x1, _ = super().points()
-        return [x0, x0[: self.cols], x1, x1[: self.cols]]
-
-    def arc_lengths(self, output: bytes) -> Array:
-        """Between twins, the mean of both factors."""
-        return np.pi / 2 - np.diagonal(self.scores(output)) / 2
-
-
-ADDED_OUTSIDE = """    float part[4] = {};
-    mma_tf32(part, x_low, y_high);
-    mma_tf32(part, x_high, y_low);
-    mma_tf32(part, x_high, y_high);
-    for (int k = 0; k < 4; ++k) sum[k] += part[k];
-"""
-ADDED_BEFORE = "{sum[0], sum[1], sum[2], sum[3]}"
-
-
-def test_tensor_cores_truncate_and_scores_of_float32_points_do_not(workshop: Workshop) -> None:
-    """Equal points at d = 1024 are 0 apart. A tensor core that adds up 1024 products loses a bit of every fourth sum;
-    the scores of float32 points are added up outside of it, those of float16 points inside."""
-    precise, rough = EqualPoints(40, 40, (1024, 1024)), EqualPoints(40, 40, (1024, 1024), half=True)
-    lengths = {}
-    for case in (precise, rough):
-        outcome = case.run(workshop)
-        assert outcome.returncode == 0, outcome.stderr.decode()
-        case.check(outcome.stdout)
-        lengths[case] = case.arc_lengths(outcome.stdout)
-    assert lengths[precise].max() < 1e-3
-    assert lengths[rough].max() < 2e-2
-    added_inside = (
-        "score.cuh",
-        ADDED_OUTSIDE,
-        ADDED_OUTSIDE.replace("+= part[k]", "= part[k]").replace("{}", ADDED_BEFORE),
-    )
-    inside = precise.run(workshop, edit=added_inside)
-    assert inside.returncode == 0, inside.stderr.decode()
-    assert 3e-3 < precise.arc_lengths(inside.stdout).mean() < 8e-3
 
 
 @pytest.mark.parametrize("schedule", ["greedy", "reversed"])
@@ -209,7 +154,6 @@ class Solution:
     f: Array
     g: Array
     row_mass: Array
-    row_cost: Array
     argmax: Array
     draw: Array
 
@@ -224,10 +168,9 @@ class SolveCase:
     tol: float = 1e-3
     max_iter: int = 8
     span: float = 1.0  # of the costs
-    shift: float = 0.0  # added to all costs, and known to the solver as their middle
+    shift: float = 0.0  # added to all costs, which are this less the scores
     tilt: float = 0.0  # span of a part u_i + v_j, which changes the potentials and not the plan
     halvings: int = 0
-    kind: int = GIVEN
     half: bool = False
 
     @property
@@ -236,12 +179,10 @@ class SolveCase:
         return np.float16 if self.half else np.float32
 
     def cost(self) -> Array:
-        """What the kernel is given, in float64: rounded to the matrix's type as cost, or as score."""
+        """In float64, of scores that were rounded to the matrix's type."""
         rng = np.random.default_rng(self.rows + 1000 * self.cols)
         cost = self.shift + self.span * rng.random((self.rows, self.cols))
         cost += self.tilt * (rng.random((self.rows, 1)) + rng.random(self.cols))
-        if self.kind == GIVEN:
-            return cost.astype(self.entry).astype(np.float64)
         return self.shift - (self.shift - cost).astype(self.entry).astype(np.float64)
 
     def uniform(self) -> Array:
@@ -250,7 +191,7 @@ class SolveCase:
     def run(self, workshop: Workshop, build: str = "plain", schedule: str = "greedy", edit: Any = None) -> Any:
         stride = -(-self.cols // 4) * 4
         matrix = np.full((self.rows, stride), np.nan, self.entry)  # padding must not matter
-        matrix[:, : self.cols] = self.cost() if self.kind == GIVEN else self.shift - self.cost()
+        matrix[:, : self.cols] = self.shift - self.cost()
         return workshop.start(
             "emulate_sinkhorn",
             build,
@@ -264,7 +205,6 @@ class SolveCase:
             rows=self.rows,
             cols=self.cols,
             stride=stride,
-            cost=self.kind,
             eps=self.eps,
             tol=self.tol,
             max_iter=self.max_iter,
@@ -281,14 +221,13 @@ class SolveCase:
             offset += values.nbytes
             return values
 
-        iterations, converged = take(np.int32, 2)
+        iterations, error, converged = take(np.float64, 3)
         return Solution(
             int(iterations),
             bool(converged),
-            float(take(np.float32, 1)[0]),
+            float(error),
             take(np.float64, self.rows),
             take(np.float64, self.cols),
-            take(np.float32, self.rows),
             take(np.float32, self.rows),
             take(np.int64, self.rows),
             take(np.int64, self.rows),
@@ -321,7 +260,6 @@ class SolveCase:
         np.testing.assert_allclose(readings.g, g, atol=within * self.eps, rtol=0)
         plan = np.exp((f[:, None] + g - cost) / self.eps) * self.rows
         np.testing.assert_allclose(readings.row_mass, plan.sum(1), rtol=1e-4 + 4 * within)
-        np.testing.assert_allclose(readings.row_cost, (plan * cost).sum(1), rtol=1e-4 + 4 * within)
         score = g - cost
         chosen = score[np.arange(self.rows), readings.argmax]
         assert (score.max(1) - chosen <= 4 * within * self.eps).all()
@@ -345,7 +283,7 @@ SOLVES = [
     SolveCase(129, 7, blocks=3),
     SolveCase(7, 129, blocks=3),
     SolveCase(33, 1023),
-    SolveCase(61, 517, blocks=4, shift=1.5, kind=ARC),
+    SolveCase(61, 517, blocks=4, shift=1.5),
     SolveCase(40, 2100, blocks=3),
     SolveCase(11, 2101),
     SolveCase(13, 5001, blocks=3),
@@ -353,10 +291,10 @@ SOLVES = [
     SolveCase(9, 8300, blocks=3),
     SolveCase(23, 517, wide=True),
     SolveCase(1, 1, blocks=1, half=True),
-    SolveCase(61, 517, blocks=4, shift=1.5, kind=ARC, half=True),
-    SolveCase(11, 2101, shift=1.5, kind=ARC, half=True),
-    SolveCase(9, 8191, shift=1.5, kind=ARC, half=True),
-    SolveCase(23, 517, shift=1.5, kind=ARC, wide=True, half=True),
+    SolveCase(61, 517, blocks=4, shift=1.5, half=True),
+    SolveCase(11, 2101, shift=1.5, half=True),
+    SolveCase(9, 8191, shift=1.5, half=True),
+    SolveCase(23, 517, shift=1.5, wide=True, half=True),
     SolveCase(40, 40, blocks=1, shift=1000.0, eps=0.05, max_iter=40),
 ]
 
@@ -427,13 +365,13 @@ def test_ties_go_to_the_first_column(workshop: Workshop) -> None:
 
 # ---- order of threads, and sanitizers -----------------------------------------------------------------------------
 
-SMALL_SCORE = ScoreCase(131, 134, (36, 40))
-SMALL_SCORE_ROUGH = ScoreCase(131, 134, (40, 72), half=True, stored_half=True)
+SMALL_SCORE = ScoreCase(131, 134, (40, 40))
+SMALL_SCORE_HALF = ScoreCase(131, 134, (40, 72), half=True)
 SMALL_SOLVE = SolveCase(7, 2101, max_iter=3)
 SMALL_SOLVE_SHORT = SolveCase(7, 515, max_iter=2)
 SMALL_WIDE = SolveCase(7, 2101, max_iter=2, wide=True)
-SMALL_HALF = SolveCase(7, 2101, max_iter=3, shift=1.5, kind=ARC, half=True)
-SMALL = [SMALL_SCORE, SMALL_SCORE_ROUGH, SMALL_SOLVE, SMALL_SOLVE_SHORT, SMALL_WIDE, SMALL_HALF]
+SMALL_HALF = SolveCase(7, 2101, max_iter=3, shift=1.5, half=True)
+SMALL = [SMALL_SCORE, SMALL_SCORE_HALF, SMALL_SOLVE, SMALL_SOLVE_SHORT, SMALL_WIDE, SMALL_HALF]
 
 
 @pytest.mark.parametrize("case", SMALL, ids=str)

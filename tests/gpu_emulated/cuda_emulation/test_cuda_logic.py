@@ -374,17 +374,17 @@ def test_other_row_kernels_are_compiled_once_for_any_number_of_rows_too(launches
 def test_plain_torch_for_cuda_tensors_warns_once_and_names_the_remedy(launches, monkeypatch):
     """A build without CUDA code, or a driver that is too old, must not cost a training run its speed in silence."""
     reasons = iter(["no CUDA code here; reinstall with nvcc", "no CUDA code here; reinstall with nvcc", None])
-    entry = dispatch._OPERATIONS["ot_assign"]["cuda"]
+    entry = dispatch._OPERATIONS["ot_solve"]["cuda"]
     broken = dataclasses.replace(entry, missing=lambda: next(reasons))
-    monkeypatch.setitem(dispatch._OPERATIONS["ot_assign"], "cuda", broken)
+    monkeypatch.setitem(dispatch._OPERATIONS["ot_solve"], "cuda", broken)
     monkeypatch.setattr(dispatch, "_WARNED", set())
     points = cuda(4, 8)
-    with pytest.warns(RuntimeWarning, match="ot_assign .* plain torch.*reinstall with nvcc"):
-        assert dispatch.choose("ot_assign", points) is dispatch._OPERATIONS["ot_assign"]["reference"].function
+    with pytest.warns(RuntimeWarning, match="ot_solve .* plain torch.*reinstall with nvcc"):
+        assert dispatch.choose("ot_solve", points) is dispatch._OPERATIONS["ot_solve"]["reference"].function
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        dispatch.choose("ot_assign", points)
-        assert dispatch.choose("ot_assign", points) is entry.function
+        dispatch.choose("ot_solve", points)
+        assert dispatch.choose("ot_solve", points) is entry.function
     assert not launches
 
 

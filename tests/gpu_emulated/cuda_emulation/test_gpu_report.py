@@ -64,7 +64,8 @@ def test_every_path_and_kernel_has_a_line(card, monkeypatch):
     assert {row.took for row in rows} == {2.0}, [row for row in rows if row.took is None]
     named = [row.what for row in rows]
     assert named[-len(aot.table_cases()) :] == [case.name for case in aot.table_cases()]
-    assert named[10:13] == ["a call", "costs of 128 x 128 pairs", "40 Sinkhorn iterations of 128 x 128"]
+    plans = ["costs, one iteration and the argmax of 128 x 128 pairs", "the same with 40 Sinkhorn iterations more"]
+    assert named[10:13] == ["a call", *plans]
     assert card.of("cuda:sinkhorn_kernel") > 0
     paths = rows[1:10]
     assert {row.note for row in paths} == {"replayed"}  # as the table of estimates has it

@@ -16,11 +16,10 @@ import geoflow_fast as gf
 pytest.importorskip("triton", reason="the CUDA path needs triton")
 from geoflow_fast import ops
 from geoflow_fast.directions import DIRECTIONS, Direction
-from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.flow.sampling import network_rows_at_once
 from geoflow_fast.head.loss import _tiles, point_scores
 from geoflow_fast.likelihood.reverse_ode import density_estimates, pairs_at_once
-from geoflow_fast.ops import dispatch, native, transport_solvers
+from geoflow_fast.ops import dispatch, native
 from geoflow_fast.ops.ot_assign import assign_late
 from geoflow_fast.retrieval.gallery import GPU_BLOCK_ROWS
 from geoflow_fast.retrieval.sources import FlowSource
@@ -212,57 +211,38 @@ def test_a_training_step_multiplies_points_once_and_in_float16():
     assert not step.flops["tf32"]
 
 
-@pytest.mark.parametrize(("eps", "storage"), [(0.05, torch.float16), (0.03, torch.float32)])
-def test_training_keeps_its_cost_matrix_in_float16_where_eps_allows(eps, storage):
-    with counted() as count, mock.patch.object(native, "CudaTransport", wraps=native.CudaTransport) as made:
-        points = fake_rows(512, 64), fake_rows(512, 64)
-        target, status = assign_late(points, points, eps, None)
-    assert made.call_args.args[-1] == storage
-    assert (target.shape, status.shape) == ((512,), (3,))
+@pytest.mark.parametrize(("eps", "half"), [(0.05, True), (0.03, False)])
+def test_training_keeps_its_cost_matrix_in_float16_where_eps_allows(eps, half):
+    with (
+        counted() as count,
+        mock.patch.object(native.required(), "transport", wraps=native.required().transport) as made,
+    ):
+        rows = fake_rows(512, 64)
+        target, report = assign_late((rows, rows, rows, rows), eps)
+    assert made.call_args.kwargs["half"] == half
+    assert (target.shape, report.shape) == ((512,), (3,))
     assert count.flops == {"float16": 2 * 128 * 512**2}
+    assert not count.synchronisations
 
 
-def iterations_of_a_rank(iterations: int) -> Count:
-    """What so many iterations ask of the GPU of one of four ranks that couple a batch together."""
-    with counted() as count:
-        noise, data = (fake_rows(launches.BATCH // n, 1024) for n in (4, 1))
-        with pytest.warns(RuntimeWarning, match="sinkhorn stopped"):
-            ops.ot_assign_panel(noise, noise, data, data, ALONE, max_iter=iterations)
-    return count
+def test_draws_from_a_plan_are_one_more_launch():
+    counts = []
+    for uniform in (None, torch.rand(512, dtype=torch.float64)):
+        with counted() as count:
+            rows = fake_rows(512, 64)
+            assign_late((rows, rows, rows, rows), 0.05, None if uniform is None else uniform.to("cuda"))
+        counts.append({name: count.of(name) for name in ("sinkhorn_kernel", "sinkhorn_result", "sinkhorn_sample")})
+    assert [list(each.values()) for each in counts] == [[1, 1, 0], [1, 1, 1]]
 
 
-def test_ranks_on_gpus_multiply_in_float16_and_wait_once_an_iteration(monkeypatch):
-    monkeypatch.setattr(transport_solvers, "_LEAST_WIDE_SUM", -1.0)  # sums that are read from fake tensors are zeros
-    one = iterations_of_a_rank(1)
-    assert one.of("score_kernel") == 1
-    assert one.flops == {"float16": 2 * 2048 * launches.BATCH**2 // 4}
-    assert dict(one.synchronisations) == {"item": 1, "copy to the host": 1}  # whether all rows are unit; column sums
-    another = iterations_of_a_rank(2) - one
-    assert dict(another.synchronisations) == {"copy to the host": 1}
-    assert another.kernels.total() <= 20
-
-
-def test_a_rank_on_a_gpu_may_have_no_rows(monkeypatch):
-    """It launches no kernel of the solver, and takes part in the sums."""
-    monkeypatch.setattr(transport_solvers, "_LEAST_WIDE_SUM", -1.0)
-    sums = mock.Mock(side_effect=lambda x, *_: x)
-    monkeypatch.setattr(World, "all_reduce", sums)
-    with counted() as count:
-        nothing, data = fake_rows(0, 64), fake_rows(512, 64)
-        target = ops.ot_assign_panel(nothing, nothing, data, data, World(1, 2), max_iter=2)
-    assert target.shape == (0,)
-    assert [tuple(call.args[0].shape) for call in sums.call_args_list] == [(512,)] * 2
-    assert not count.of("cuda:")
-
-
-def test_a_plan_over_ranks_warns_where_the_kernels_are_missing(monkeypatch):
+def test_a_plan_warns_where_the_kernels_are_missing(monkeypatch):
     monkeypatch.setattr(dispatch, "_WARNED", set())
-    table, remedy = dispatch._OPERATIONS["ot_assign"], "no CUDA code here; reinstall with nvcc"
+    table, remedy = dispatch._OPERATIONS["ot_solve"], "no CUDA code here; reinstall with nvcc"
     with counted() as count, mock.patch.object(native, "missing_cuda", return_value=remedy):
         broken = dataclasses.replace(table["cuda"], missing=native.missing_cuda)
         rows = fake_rows(64, 8)
         with mock.patch.dict(table, cuda=broken), pytest.warns(RuntimeWarning) as warned:
-            ops.ot_assign_panel(rows, rows, rows, rows, ALONE, max_iter=1)
+            assign_late((rows, rows, rows, rows), 0.05, max_iter=1)
     assert any("plain torch" in str(w.message) and remedy in str(w.message) for w in warned)
     assert not count.of("cuda:")
 

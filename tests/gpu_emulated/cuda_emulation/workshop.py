@@ -75,7 +75,7 @@ class Workshop:
     def start(
         self, name: str, build: str, edit: Any, arrays: list[Array], **arguments: float
     ) -> subprocess.CompletedProcess[bytes]:
-        types = ("-DHALF_POINTS", "-DHALF_ENTRIES")
+        types = ("-DHALF_ENTRIES",)
         wanted = tuple(flag for flag in types if arguments.pop(flag, False))
         program = self._choose(name, build, edit, wanted, arguments)
         launcher = without_address_randomisation() if build == "thread" else []

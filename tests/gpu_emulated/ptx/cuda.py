@@ -22,7 +22,7 @@ from tools import cuda_build
 ENTRY = re.compile(r"^(?:\.visible )?\.entry (\w+)\(.*?^\}$", re.MULTILINE | re.DOTALL)
 # Those of emulate_launchers.cpp, which compares the addresses of more.
 BY_LAUNCHERS = [
-    *("score_kernel<float, float>", "score_kernel<Half, Half>"),
+    *("score_kernel<float>", "score_kernel<Half>"),
     *(f"sinkhorn_kernel<{which}>" for which in ("1, float", "2, float", "4, float", "4, Half")),
     "sinkhorn_wide_kernel<Half>",
     *(f"sinkhorn_{name}_kernel<{entry}>" for name in ("result", "sample") for entry in ("float", "Half")),
@@ -69,7 +69,7 @@ class CompiledWorkshop(Workshop):
         self, name: str, build: str, edit: Any, arrays: list[Array], **arguments: float
     ) -> subprocess.CompletedProcess[bytes]:
         """A program that has ended well has run the PTX of all its kernels, and not what g++ makes of their source."""
-        types = tuple(flag for flag in ("-DHALF_POINTS", "-DHALF_ENTRIES") if arguments.get(flag))
+        types = ("-DHALF_ENTRIES",) if arguments.get("-DHALF_ENTRIES") else ()
         expected = set(kernels_of(name, types, arguments))
         with launches_noted(self._folder / "launches") as launched:
             outcome = super().start(name, build, edit, arrays, **arguments)
@@ -125,7 +125,7 @@ def kernels_of(program: str, types: tuple[str, ...], arguments: dict[str, float]
     """The kernels that a program of tests/gpu_emulated/cuda_emulation will launch."""
     entry = "Half" if "-DHALF_ENTRIES" in types else "float"
     if program == "emulate_score":
-        return [f"score_kernel<{'Half' if '-DHALF_POINTS' in types else 'float'}, {entry}>"]
+        return [f"score_kernel<{entry}>"]
     if program == "emulate_launchers":
         return BY_LAUNCHERS
     narrow = [vectors for vectors in (1, 2, 4) if arguments["cols"] <= 2048 * vectors and not arguments["wide"]]

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.gpu_emulated.cuda_emulation.test_cuda_emulation import (
-    SMALL_SCORE_ROUGH,
+    SMALL_SCORE_HALF,
     SMALL_SOLVE_SHORT,
     ScoreCase,
     _caught_by_result,
@@ -207,7 +207,7 @@ def test_wrong_claim_of_divisibility_in_triton_source_is_caught(builder: Builder
             faulty.split_rows(torch.randn(7, 129), False)
 
 
-SOLVER, SCORES = "sinkhorn_kernel<1, float>", "score_kernel<Half, Half>"
+SOLVER, SCORES = "sinkhorn_kernel<1, float>", "score_kernel<Half>"
 (SMALL_HALF,) = (case for case in EVERY_KERNEL if case.cols == 515 and case.half)
 ARRIVE, LOOK = (
     r"atom\.add\.release\.gpu\.u32 (%r\d+),\[(%rd\d+)\],(%r\d+);",
@@ -220,7 +220,7 @@ def in_solver(edit: Edit, build: str = "plain", *schedules: str) -> tuple[Any, .
 
 
 def in_scores(edit: Edit, build: str = "plain", *schedules: str) -> tuple[Any, ...]:
-    return SMALL_SCORE_ROUGH, PtxEdit(SCORES, edit), build, schedules or ALL
+    return SMALL_SCORE_HALF, PtxEdit(SCORES, edit), build, schedules or ALL
 
 
 CUDA_FAULTS = {
@@ -267,7 +267,7 @@ def test_fault_in_cuda_ptx_is_caught(workshop: CompiledWorkshop, fault: str) -> 
 @pytest.mark.parametrize(
     ("case", "edit"),
     [
-        (ScoreCase(131, 134, (36, 40), half=True, stored_half=True), None),
+        (ScoreCase(131, 134, (36, 40), half=True), None),
         (SMALL_HALF, ("sinkhorn.cuh", "copy_async<4 * kBytes>(&stage", "copy_async<16>(&stage")),
     ],
     ids=["rows that are no multiples of 16 bytes", "in the source, compiled anew"],

@@ -125,10 +125,6 @@ void copy_wait() {
     emulation::copy_wait(kPending);
 }
 
-inline void mma_tf32(float (&sum)[4], const std::uint32_t (&a)[4], const std::uint32_t (&b)[2]) {
-    emulation::warp_multiply({sum, a, b, emulation::Number::tf32});
-}
-
 inline void mma_half(float (&sum)[4], const std::uint32_t (&a)[4], const std::uint32_t (&b)[2]) {
     emulation::warp_multiply({sum, a, b, emulation::Number::float16});
 }
