@@ -20,7 +20,7 @@ from geoflow_fast.runtime import checks
 LARGEST_KAPPA = 1e5
 """Up to this kappa, entropies from float32 rows are within about .01 nats of those computed in float64. At ten times as
 much they are off by .1, and at a hundred times by several: kappa multiplies the rounding of the cosines, 1e-7."""
-_MASKED_SCORES, _LOWEST = 1 << 21, -1e30
+_MASKED_SCORES, _LOWEST = {"cpu": 1 << 21, "cuda": 1 << 25}, -1e30
 """Scores that are in memory at a time where masks are applied to them, and one that is below all others."""
 
 
@@ -99,7 +99,7 @@ def gallery_statistics(
     samples, gallery = samples.detach(), gallery.detach()
     there = Allowed.of(allowed, len(samples), len(gallery), samples.device)
     if there is not None:
-        check_finite(samples, "samples")
+        check_filtered(samples, item_bias, there)
 
         def copied(rows: Rows, kept: Tensor) -> GalleryStatistics:
             weights = None if sample_bias is None else sample_bias[rows]
@@ -145,6 +145,18 @@ def gallery_statistics(
     return dataclasses.replace(statistics, top_index=statistics.top_index + first_index)
 
 
+def check_filtered(samples: Tensor, item_bias: Tensor | None, allowed: Allowed) -> None:
+    """Raises a ValueError that names a query whose samples, or an allowed item whose bias, are not finite: kernels see
+    only some of them, by other numbers."""
+    check_finite(samples, "samples")
+    if item_bias is None:
+        return
+    bad = ~torch.isfinite(item_bias) & (allowed.mask if allowed.mask.dim() == 1 else allowed.mask.any(0))
+    if bool(bad.any()):
+        item = int(bad.nonzero()[0])
+        raise ValueError(f"item_bias of item {item} is {float(item_bias[item])}, and the item is allowed")
+
+
 def block_statistics(
     blocks: Iterable[tuple[Tensor, Tensor]],
     samples: Tensor,
@@ -181,10 +193,9 @@ def masked_statistics(
     """`gallery_statistics` of the items in all `blocks` (number of the first one, rows), of which there are for each
     query those in its row of the `mask` [Q, N], from the scores of all, in float32."""
     running: GalleryStatistics | None = None
-    dtype = working_dtype(samples)
+    dtype, at_once = working_dtype(samples), max(1, _MASKED_SCORES[samples.device.type] // len(samples))
     for start, items in blocks:
-        for number, tile in enumerate(items.split(max(1, _MASKED_SCORES // len(samples)))):
-            first = start + number * max(1, _MASKED_SCORES // len(samples))
+        for first, tile in zip(range(start, start + len(items), at_once), items.split(at_once)):
             some = slice(first, first + len(tile))
             bias = None if item_bias is None else item_bias[some].detach()
             scores = gallery_scores(samples.to(dtype), tile.to(dtype), kappa, bias, sample_bias, backend)

@@ -23,7 +23,7 @@ from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.ops import native
 from geoflow_fast.ops.allowed import Allowed, Mask, check_finite, kept_blocks
-from geoflow_fast.ops.gallery_posterior import block_statistics, check_sample_bias, masked_statistics
+from geoflow_fast.ops.gallery_posterior import block_statistics, check_filtered, check_sample_bias, masked_statistics
 from geoflow_fast.ops.gallery_search import Hits, RowCodes, allowed_hits, best_hits, codes_pay
 from geoflow_fast.ops.gallery_statistics import GalleryStatistics
 from geoflow_fast.retrieval.freshness import marks
@@ -327,7 +327,7 @@ class Gallery:
         if not isinstance(allowed, Allowed):
             allowed = self.allowed_items(allowed, len(samples), samples.device)
         if allowed is not None:
-            check_finite(samples, "samples")
+            check_filtered(samples, item_bias, allowed)
 
             def copied(some: slice | Tensor, kept: Tensor) -> GalleryStatistics:
                 weights = None if sample_bias is None else sample_bias[some]

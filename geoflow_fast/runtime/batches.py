@@ -16,6 +16,8 @@ R = TypeVar("R")
 
 CPU_BYTES = 128 * 2**20
 """Memory that a processor gives to one batch, in bytes."""
+GPU_COPIES = 4
+"""How often a GPU may have the rows of a batch in memory: kernels take them split, rounded or padded."""
 
 
 def check_batch_size(batch_size: object) -> int | None:
@@ -25,10 +27,10 @@ def check_batch_size(batch_size: object) -> int | None:
 
 def batch_rows(batch_size: int | None, device: torch.device, row_bytes: float) -> int:
     """How many rows make a batch: `batch_size` if a caller gave one, otherwise as many as `CPU_BYTES` have room for at
-    `row_bytes` each, or on a GPU half of its spare memory (`rows_at_once`)."""
+    `row_bytes` each, or on a GPU half of its spare memory (`rows_at_once`), copies included."""
     if batch_size is not None:
         return batch_size
-    return rows_at_once(device, row_bytes, max(1, int(CPU_BYTES / row_bytes)))
+    return rows_at_once(device, GPU_COPIES * row_bytes, max(1, int(CPU_BYTES / row_bytes)))
 
 
 def in_batches(compute: Callable[[slice], R], count: int, size: int) -> R:

@@ -70,7 +70,7 @@ def check_lists(index: Tensor, value: Tensor, wanted: Tensor, its_value: Tensor,
 def test_posteriors_of_samples(name, dtype, way, backend, monkeypatch):
     monkeypatch.setattr(filtering, "COPY_COST", WAYS[way])
     monkeypatch.setattr(filtering, "ROWS_AT_ONCE", 7)
-    monkeypatch.setattr(POSTERIOR, "_MASKED_SCORES", 200)
+    monkeypatch.setattr(POSTERIOR, "_MASKED_SCORES", {"cpu": 200})
     mask, rows = masks()[name], unit(ITEMS, DIM).to(dtype)
     if dtype == torch.float64 and backend == "cpu":
         dtype, rows = torch.float32, rows.float()  # compiled code has no other
@@ -369,6 +369,27 @@ def test_a_bias_of_minus_infinity_points_to_allowed(backend):
     bias[[8, 30]] = math.nan
     with pytest.raises(ValueError, match="hold a NaN or infinity"):
         ops.gallery_posterior(samples, rows, KAPPA, backend=backend, item_bias=bias)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_bias_that_is_not_finite_matters_for_allowed_items_alone(way, monkeypatch):
+    monkeypatch.setattr(filtering, "COPY_COST", WAYS[way])
+    samples, rows, bias = unit(QUERIES, 4, DIM, seed=1), unit(ITEMS, DIM), torch.zeros(ITEMS)
+    each, plain = masks()["by query"], torch.zeros(ITEMS)
+    each[:, 30] = False
+    bias[30] = -math.inf
+    for mask in (each, each[0]):
+        post, wanted = (
+            ops.gallery_posterior(samples, rows, KAPPA, item_bias=own, allowed=mask) for own in (bias, plain)
+        )
+        assert torch.equal(post.entropy, wanted.entropy)
+    each[8, 30] = True
+    for call in (
+        lambda: ops.gallery_posterior(samples, rows, KAPPA, item_bias=bias, allowed=each),
+        lambda: gf.Gallery(rows).statistics(samples, KAPPA, 5, bias, allowed=each),
+    ):
+        with pytest.raises(ValueError, match="item_bias of item 30 is -inf, and the item is allowed"):
+            call()
 
 
 def test_a_sample_that_is_not_finite_is_named_by_its_query():
