@@ -36,7 +36,7 @@ from geoflow_fast.retrieval.calibration import KIND, VERSION
 from geoflow_fast.retrieval.rerank import bank_file
 from geoflow_fast.runtime import parquet
 from geoflow_fast.runtime.files import JSON_BYTES, locked, read_json, read_toml, write_atomic
-from geoflow_fast.runtime.tensors import load_tensors, save_tensors
+from geoflow_fast.runtime.tensors import CHECKSUM, load_tensors, save_tensors
 from tests.decisions.helpers import search
 from tests.reliability.hostile import in_time
 
@@ -251,13 +251,38 @@ def test_honest_npy_headers_are_read(tmp_path, contents, dtype, shape, mapped):
 
 def signed(header: dict[str, Any], data: bytes = b"") -> bytes:
     """A safetensors file whose checksum is right, as a stranger can make it."""
+    marks = {"geoflow_version": "", "kind": "", "info": "", **header.get("__metadata__", {})}
+    types = {"F32": "torch.float32"}
+    kinds = [[name, types[x["dtype"]], x["shape"]] for name, x in header.items() if name != "__metadata__"]
+    covered = json.dumps([marks["geoflow_version"], marks["kind"], marks["info"], kinds]).encode() + data
+    own = {**header.get("__metadata__", {}), CHECKSUM: hashlib.sha256(covered).hexdigest()}
+    raw = json.dumps({**header, "__metadata__": own}).encode()
+    raw += b" " * (-len(raw) % 8)
+    return struct.pack("<Q", len(raw)) + raw + data
 
-    def whole(digest: str) -> bytes:
-        raw = json.dumps({**header, "__metadata__": {**header.get("__metadata__", {}), "sha256": digest}}).encode()
-        raw += b" " * (-len(raw) % 8)
-        return struct.pack("<Q", len(raw)) + raw + data
 
-    return whole(hashlib.sha256(whole("0" * 64)).hexdigest())
+def test_a_file_that_a_stranger_signed_is_read(tmp_path):
+    """Else the tests below would not reach what they are about."""
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(signed({"__metadata__": {**MARKED, "info": '{"a": 1}'}, **ONE}, struct.pack("<2f", 1, 2)))
+    tensors, info = load_tensors(path, kind="model")
+    assert info == {"a": 1}
+    assert {name: x.tolist() for name, x in tensors.items()} == {"x": [1.0, 2.0]}
+
+
+@pytest.mark.parametrize("part", ["__metadata__", '"info"', "model", "F32", "[2]", "values"])
+def test_a_flipped_bit_anywhere_is_an_error(tmp_path, part):
+    """In the values, a name, a type, a shape or the description of a file."""
+    path = tmp_path / "model.safetensors"
+    save_tensors(path, {"x": torch.tensor([1.0, 2.0]), "y": torch.ones(2)}, kind="model", info={"a": 1})
+    content = bytearray(path.read_bytes())
+    place = len(content) - 3 if part == "values" else content.index(part.encode()) + 1
+    for bit in range(8):
+        changed = bytearray(content)
+        changed[place] ^= 1 << bit
+        path.write_bytes(changed)
+        with pytest.raises(ValueError, match=r"model\.safetensors"):
+            load_tensors(path, kind="model")
 
 
 MARKED = {"geoflow_version": "1", "kind": "model"}
