@@ -34,6 +34,7 @@ OF_TRAINING = (
     *("models: re-ranker t2i with flow", "models: re-ranker i2t with flow"),
     *("commands: entropy.", "commands: rerank.", "commands: density."),
 )
+MOVED["transport: sinkhorn"] = (2e-7, "costs are centred at their middle, which was that of the rounded scores")
 MOVED |= dict.fromkeys(OF_TRAINING, (np.inf, "training draws the noise of a row from its number, on every device"))
 """Results, or beginnings of their names, that may differ: by how much at the most, and why."""
 

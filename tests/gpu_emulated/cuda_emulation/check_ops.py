@@ -1,7 +1,7 @@
 """Runs the public operations with backend="cuda" on an extension whose GPU is the emulation; status 0 if all is right.
 
 usage: check_ops.py EXTENSION. Everything between the user's call and the kernels is the shipped code: operations,
-dispatch, _native.py, bindings, launchers. Only the CUDA runtime and the device memory are the CPU's.
+dispatch, transport.py, bindings, launchers. Only the CUDA runtime and the device memory are the CPU's.
 """
 
 from __future__ import annotations
