@@ -70,6 +70,8 @@ wide, scale = torch.randn(129, 37), torch.randn(1, 37)
 results["ab2"], results["carried"] = tangent_ab2_rows(x, v, 0.1, None, 0.0, v, 0.5, "cpu")
 results["adaln"], results["swiglu"] = gf.ops.adaln(wide, scale, scale), gf.ops.swiglu(wide, wide)
 keep = gf.ops.keep_mask(wide.shape, 0.3)
+results["noise"] = gf.ops.counter_noise(torch.arange(100), 37, 5, 6, 0, unit=False)
+results["unit noise"] = gf.ops.counter_noise(torch.arange(100), 37, 5, 6, 0)
 results["keep"] = keep
 results["gate_residual"] = gf.ops.gate_residual(x, wide, v, scale, keep=keep, dropout=0.3)
 results["flow_loss"] = gf.ops.flow_loss(v, wide, wide, v, x, x, direction[:129])[1]

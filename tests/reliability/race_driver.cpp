@@ -15,6 +15,7 @@
 #include "gallery.h"
 #include "interpolant.h"
 #include "network.h"
+#include "noise.h"
 #include "search.h"
 #include "solver.h"
 
@@ -170,6 +171,18 @@ void check_transport(std::int64_t rows, std::int64_t cols, std::int64_t dim, con
             });
 }
 
+void check_noise(std::int64_t rows, std::int64_t width) {
+    std::vector<std::int64_t> numbers(rows);
+    for (std::int64_t i = 0; i < rows; ++i) numbers[i] = 7 * i;
+    compare("counter_noise", [&](int threads) {
+        std::vector<float> out(rows * width);
+        geoflow::noise_kernels().counter_noise({numbers.data(), out.data(), rows, width, 5, 6, 0, true, threads});
+        std::string bytes;
+        append(bytes, out);
+        return bytes;
+    });
+}
+
 void check_sinkhorn(std::int64_t rows, std::int64_t cols) {
     using namespace geoflow;
     compare("sinkhorn", [&](int threads) {
@@ -299,6 +312,7 @@ int main(int count, char** arguments) {
     }
     for (std::int64_t rows : {1, 7, 129, 400})
         check_transport(rows, rows + 3, 24, nullptr), check_sinkhorn(rows, rows + 3);
+    for (std::int64_t rows : {1, 7, 129, 1023}) check_noise(rows, 37);
     check_transport(1200, 1100, 16, nullptr), check_sinkhorn(1200, 1100);  // enough entries for more than one thread
     if (geoflow::has_avx512_bf16()) check_transport(1200, 1100, 140, &geoflow::rounded_kernels());
     for (std::int64_t rows : {2, 14, 258, 1030}) check_network(rows, 37, 2);

@@ -9,6 +9,7 @@
 #include "gallery.h"
 #include "interpolant.h"
 #include "network.h"
+#include "noise.h"
 #include "search.h"
 #include "solver.h"
 
@@ -98,6 +99,11 @@ void transport() {
 void rows_of_networks() {
     constexpr std::int64_t rows = 13, width = 37;
     auto x = unit_rows(rows, width), v = numbers(rows * width), y = numbers(rows * width), shift = numbers(width), scale = numbers(width);
+    std::vector<std::int64_t> numbers_of_rows(rows);
+    for (std::int64_t i = 0; i < rows; ++i) numbers_of_rows[i] = 7 * i;
+    std::vector<float> noise(rows * width);
+    noise_kernels().counter_noise({numbers_of_rows.data(), noise.data(), rows, width, 5, 6, 0, true, 2});
+    print("noise", noise);
     const RowShape shape{rows, width, rows, 2}, single{rows, width, 1, 2};
     const auto view = [&](std::vector<float>& of) { return RowsView{of.data(), width}; };
     network_kernels().adaln(shape, 1e-5f, view(v), view(shift), view(scale), view(y));
