@@ -36,19 +36,21 @@ from geoflow_fast.flow.network import (
 from geoflow_fast.flow.precision import HALVES, product_dtype
 from geoflow_fast.flow.preprocess import Preprocess
 from geoflow_fast.runtime import checks, hashing, hub
-from geoflow_fast.runtime.files import contents_of, write_json
+from geoflow_fast.runtime.files import write_json
 from geoflow_fast.runtime.graphs import CapturedCall, Compute, Graphs
-from geoflow_fast.runtime.tensors import load_tensors, save_tensors
+from geoflow_fast.runtime.hub import CONFIG_FILE, WEIGHTS_FILE
+from geoflow_fast.runtime.pretrained import Pretrained
+from geoflow_fast.runtime.tensors import save_tensors
 
-CONFIG_FILE, WEIGHTS_FILE = hub.CONFIG_FILE, hub.WEIGHTS_FILE
 
-
-class GeoFlow(hub.Pretrained, nn.Module):
+class GeoFlow(Pretrained):
     """The network: a velocity field on the product of the image and the text sphere. See `velocity`.
 
     `manifold` is the space of each stream, and `flow_dims` are the widths (image, text) of points in the flow's
     coordinates. `origin` tells of the encoder, the pairs and the settings that it was trained with.
     """
+
+    KIND = "model"
 
     def __init__(self, config: GeoFlowConfig) -> None:
         super().__init__()
@@ -282,36 +284,10 @@ class GeoFlow(hub.Pretrained, nn.Module):
         save_weights(folder, self.config, self.state_dict(), self.origin)
 
     @classmethod
-    def from_pretrained(
-        cls,
-        folder: str | Path,
-        *,
-        device: torch.device | str = "cpu",
-        revision: str | None = None,
-        cache_dir: str | Path | None = None,
-        token: str | bool | None = None,
-        local_files_only: bool = False,
-        force_download: bool = False,
-    ) -> GeoFlow:
-        """Loads a flow that `save_pretrained` wrote, with the stored dtype and in eval mode: from a folder, or from a
-        repository of the Hugging Face hub, "hf://user/name", at a `revision` (branch, tag or commit).
-
-        Repositories are downloaded once into the hub's cache, or into `cache_dir`; `local_files_only` does not ask the
-        network, and neither does HF_HUB_OFFLINE=1. A damaged file, or one that does not match its configuration, raises
-        a ValueError.
-        """
-        options = hub.HubOptions(revision, cache_dir, token, local_files_only, force_download)
-        path = hub.model_folder(folder, "folder", (WEIGHTS_FILE, CONFIG_FILE), options) / WEIGHTS_FILE
-        tensors, info = load_tensors(path, kind="model", device=device)
-        if "config" not in info:
-            raise ValueError(f"{path} holds no configuration")
-        # On the meta device nothing is allocated until the tensors are known to fit, and no weights are drawn in vain.
-        with contents_of(path), torch.device("meta"):
-            flow = cls(GeoFlowConfig.from_json(info["config"]))
-            flow.origin = Origin.read(info["origin"])
-        check_tensors(path, tensors, flow.state_dict())
-        flow.load_state_dict(tensors, assign=True)
-        return flow.eval()
+    def described(cls, info: Mapping[str, Any]) -> GeoFlow:
+        flow = cls(GeoFlowConfig.from_json(info["config"]))
+        flow.origin = Origin.read(info["origin"])
+        return flow
 
     def check_points(self, image: Tensor, text: Tensor) -> None:
         """Raises a ValueError unless `image` and `text` are [B, d] in the flow's coordinates, dtype and device."""
@@ -385,7 +361,7 @@ def save_weights(
 ) -> None:
     """Writes a network's weights, configuration and origin as `GeoFlow.from_pretrained` reads them."""
     info = {"config": config.to_json(), "origin": (origin or Origin()).to_json()}
-    save_tensors(folder / WEIGHTS_FILE, weights, kind="model", info=info)
+    save_tensors(folder / WEIGHTS_FILE, weights, kind=GeoFlow.KIND, info=info)
     write_json(folder / CONFIG_FILE, config.to_json())
 
 
@@ -394,18 +370,3 @@ def flow_digest(flow: GeoFlow) -> str:
     manifold, for one, leaves no trace in them."""
     weights = hashing.digest(flow.state_dict().values())
     return hashing.fingerprint({"config": flow.config.to_json(), "weights": weights})
-
-
-def check_tensors(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Raises a ValueError unless `tensors` have the names, shapes and kinds of number of the `expected` ones, and one
-    floating-point dtype."""
-    for name in sorted(set(tensors) | set(expected)):
-        stored, wanted = (tuple(x[name].shape) if name in x else "nothing" for x in (tensors, expected))
-        if stored != wanted:
-            raise ValueError(f"{path} holds {stored} as {name}, but its configuration asks for {wanted}")
-    dtypes = {tensors[name].dtype for name, x in expected.items() if x.is_floating_point()}
-    for name, x in expected.items():
-        if not x.is_floating_point() and tensors[name].dtype != x.dtype:
-            raise ValueError(f"{path} holds {tensors[name].dtype} as {name}, but its configuration asks for {x.dtype}")
-    if len(dtypes) > 1 or not all(dtype.is_floating_point for dtype in dtypes):
-        raise ValueError(f"{path} must hold tensors of one floating-point dtype, got {sorted(map(str, dtypes))}")

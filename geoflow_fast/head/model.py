@@ -23,12 +23,13 @@ from geoflow_fast.data.fingerprint import Origin
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.directions import CONDITIONAL, Direction
 from geoflow_fast.distributed import ALONE, World
-from geoflow_fast.flow.model import CONFIG_FILE, WEIGHTS_FILE, check_tensors
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.head.config import LARGEST_WIDTH, HeadConfig
 from geoflow_fast.runtime import checks, hashing, hub
-from geoflow_fast.runtime.files import contents_of, write_json
-from geoflow_fast.runtime.tensors import load_tensors, save_tensors
+from geoflow_fast.runtime.files import write_json
+from geoflow_fast.runtime.hub import CONFIG_FILE, WEIGHTS_FILE
+from geoflow_fast.runtime.pretrained import Pretrained
+from geoflow_fast.runtime.tensors import save_tensors
 from geoflow_fast.runtime.warn import warn_user
 
 KIND = "posterior head"
@@ -94,7 +95,7 @@ class Tower(nn.Module):
         return HeadPoints(centre * log_concentration.exp().unsqueeze(2), log_weights.log_softmax(1))
 
 
-class PosteriorHead(hub.Pretrained, nn.Module):
+class PosteriorHead(Pretrained):
     """Estimates log p(item | query) - log p(item) for texts that search images and for images that search texts.
 
     `fit` trains one on pairs. `gf.RetrievalEntropy(head, gallery, direction)` reads the posterior over a gallery from
@@ -106,6 +107,7 @@ class PosteriorHead(hub.Pretrained, nn.Module):
     all of them, and `scale` and `hub_weight` say how far scores are corrected for that.
     """
 
+    KIND = KIND
     bank_image: Tensor
     bank_text: Tensor
     scale: Tensor
@@ -244,31 +246,18 @@ class PosteriorHead(hub.Pretrained, nn.Module):
         save_head(folder, self, self.state_dict())
 
     @classmethod
-    def from_pretrained(
-        cls,
-        folder: str | Path,
-        *,
-        device: torch.device | str = "cpu",
-        revision: str | None = None,
-        cache_dir: str | Path | None = None,
-        token: str | bool | None = None,
-        local_files_only: bool = False,
-        force_download: bool = False,
-    ) -> PosteriorHead:
-        """Loads a head that `save_pretrained` wrote, in eval mode, from a folder or, as `GeoFlow.from_pretrained` does,
-        from a repository "hf://user/name" of the Hugging Face hub. A damaged file, or one that does not match its
-        configuration, raises a ValueError; a head whose training was killed or interrupted comes with a warning."""
-        options = hub.HubOptions(revision, cache_dir, token, local_files_only, force_download)
-        path = hub.model_folder(folder, "folder", (WEIGHTS_FILE, CONFIG_FILE), options) / WEIGHTS_FILE
-        tensors, info = load_tensors(path, kind=KIND, device=device)
-        # On the meta device nothing is allocated until the tensors are known to fit.
-        with contents_of(path), torch.device("meta"):
-            head = cls(HeadConfig.from_json(info["config"]), info["image_dim"], info["text_dim"])
-            head.report, head.origin = dict(info["report"]), Origin.read(info["origin"])
-        check_tensors(path, tensors, head.state_dict())
-        head.load_state_dict(tensors, assign=True)
-        _warn_if_unfinished(path.parent, head.report)
-        return head.eval()
+    def described(cls, info: Mapping[str, Any]) -> PosteriorHead:
+        head = cls(HeadConfig.from_json(info["config"]), info["image_dim"], info["text_dim"])
+        head.report, head.origin = dict(info["report"]), Origin.read(info["origin"])
+        return head
+
+    def warn_of(self, folder: Path) -> None:
+        if self.report.get("finished") is False:
+            warn_user(
+                f"the head in {folder} is not finished: training was stopped, and what is fitted at its end may be "
+                "missing; the same call of PosteriorHead.fit or geoflow train that began it, with this folder as its "
+                "output, continues it"
+            )
 
     def facts(self) -> dict[str, Any]:
         """What identifies the network besides its weights: plain JSON values."""
@@ -288,16 +277,6 @@ def save_head(folder: Path, head: PosteriorHead, weights: Mapping[str, Tensor]) 
     info = {**head.facts(), "report": head.report, "origin": head.origin.to_json()}
     save_tensors(folder / WEIGHTS_FILE, weights, kind=KIND, info=info)
     write_json(folder / CONFIG_FILE, {"kind": KIND, **info})
-
-
-def _warn_if_unfinished(folder: Path, report: Mapping[str, Any]) -> None:
-    """Warns if the report of a head says that its training was not finished, and says how to continue."""
-    if report.get("finished") is False:
-        warn_user(
-            f"the head in {folder} is not finished: training was stopped, and what is fitted at its end may be "
-            "missing; the same call of PosteriorHead.fit or geoflow train that began it, with this folder as its "
-            "output, continues it"
-        )
 
 
 def head_digest(head: PosteriorHead) -> str:

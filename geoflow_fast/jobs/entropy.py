@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from geoflow_fast.distributed import ALONE, World
-from geoflow_fast.flow.model import WEIGHTS_FILE, GeoFlow
+from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.flow.precision import settled_precision
 from geoflow_fast.flow.sampling import FAST_SAMPLING, SamplingSettings
 from geoflow_fast.head import model as head
@@ -21,6 +21,7 @@ from geoflow_fast.retrieval.entropy import RetrievalEntropy
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.runtime import checks, parquet, plots, processors
 from geoflow_fast.runtime.device import usable_device
+from geoflow_fast.runtime.hub import WEIGHTS_FILE
 from geoflow_fast.runtime.tensors import kind_of
 
 FORMAT = 1

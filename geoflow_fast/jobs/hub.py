@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from geoflow_fast.data.cards import model_card
-from geoflow_fast.flow.model import WEIGHTS_FILE, GeoFlow
+from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.head.model import HEAD_FOLDER, PosteriorHead
 from geoflow_fast.jobs.calibration import (
     CALIBRATION_FOLDER,
@@ -18,6 +18,8 @@ from geoflow_fast.jobs.calibration import (
 )
 from geoflow_fast.jobs.entropy import HEAD, model_kind
 from geoflow_fast.runtime import checks, hub
+from geoflow_fast.runtime.hub import WEIGHTS_FILE
+from geoflow_fast.runtime.pretrained import refuse_training_rows
 
 RUN_FILES = (*hub.MODEL_FILES, *(f"{HEAD_FOLDER}/{name}" for name in hub.MODEL_FILES))
 """The files of a run that are uploaded: its models, without any calibration."""
@@ -53,7 +55,7 @@ def push_to_hub(
     if not (path / WEIGHTS_FILE).is_file():
         raise FileNotFoundError(f"{path} holds no {WEIGHTS_FILE}: it is not the folder of a trained model")
     if (head := head_of(path)) is not None:
-        hub.refuse_training_rows(head, f"the head of {path}", allowed=training_rows)
+        refuse_training_rows(head, f"the head of {path}", allowed=training_rows)
     write_card(path)
     files = (*RUN_FILES, *HELD_OUT_FILES) if held_out else RUN_FILES
     options: dict[str, Any] = {"private": private, "token": token, "branch": branch}

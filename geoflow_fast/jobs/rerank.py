@@ -18,7 +18,7 @@ from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.data.qrels import Qrels, judged_columns
 from geoflow_fast.data.rows import Rows
 from geoflow_fast.distributed import ALONE, World
-from geoflow_fast.flow.model import WEIGHTS_FILE, GeoFlow
+from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.flow.precision import settled_precision
 from geoflow_fast.head.model import HEAD_FOLDER, PosteriorHead
 from geoflow_fast.jobs.calibration import (
@@ -38,6 +38,7 @@ from geoflow_fast.retrieval.rerank import BayesReranker
 from geoflow_fast.runtime import hashing, parquet
 from geoflow_fast.runtime.device import usable_device
 from geoflow_fast.runtime.files import contents_of
+from geoflow_fast.runtime.hub import WEIGHTS_FILE
 from geoflow_fast.runtime.progress import Advance
 
 FORMAT = 1

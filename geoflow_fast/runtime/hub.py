@@ -10,8 +10,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import tempfile
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,67 +40,6 @@ class HubOptions:
     token: str | bool | None = None
     local_files_only: bool = False
     force_download: bool = False
-
-
-class Pretrained(ABC):
-    """What models have in common that are saved to a folder and uploaded to the hub."""
-
-    @abstractmethod
-    def write_files(self, folder: Path) -> None:
-        """Writes all that is needed to load the model again."""
-
-    @abstractmethod
-    def card(self) -> str:
-        """The text of the model card."""
-
-    @property
-    def training_rows(self) -> int:
-        """How many pairs of embeddings from the training data are part of the weights."""
-        return 0
-
-    def save_pretrained(self, folder: str | Path, *, push_to_hub: bool = False, repo_id: str | None = None) -> None:
-        """Writes `config.json`, `model.safetensors` and the model card `README.md` to `folder`. The second is replaced
-        atomically and is all that `from_pretrained` needs; a card that somebody has edited is left alone. With
-        `push_to_hub` the folder's files are also uploaded, to the repository `repo_id`."""
-        path = checks.path(folder, "folder")
-        self.write_files(path)
-        write_card(path, self.card())
-        if push_to_hub:
-            self.push_to_hub(repo_id or path.name)
-
-    def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        commit_message: str | None = None,
-        private: bool | None = None,
-        token: str | None = None,
-        branch: str | None = None,
-        training_rows: bool = False,
-    ) -> str:
-        """Uploads the model with its card to the repository `repo_id` ("user/name") of the Hugging Face hub, which is
-        created if need be, and returns the address of the commit. `gf.push_to_hub` uploads the folder of a run, with
-        flow and head. It needs the extra `hub`.
-
-        The weights of a head contain some of its training pairs, those of its bank. A head with a bank is uploaded only
-        with `training_rows`.
-        """
-        refuse_training_rows(self, f"the {type(self).__name__}", allowed=training_rows)
-        message = commit_message or f"Upload a {type(self).__name__}"
-        options: dict[str, Any] = {"message": message, "private": private, "token": token, "branch": branch}
-        with tempfile.TemporaryDirectory() as name:
-            self.save_pretrained(name)
-            return push_folder(Path(name), repo_id, MODEL_FILES, **options)
-
-
-def refuse_training_rows(model: Pretrained, what: str, *, allowed: bool) -> None:
-    """Raises a ValueError if the weights of the model contain embeddings of the training data, unless it is allowed to
-    upload them. `what` is the model in the message."""
-    if model.training_rows and not allowed:
-        raise ValueError(
-            f"the bank of {what} holds the embeddings of {model.training_rows:,} training pairs, which would be "
-            "uploaded with the weights; call push_to_hub with training_rows=True to allow that"
-        )
 
 
 def model_folder(name: str | Path, what: str, files: tuple[str, ...], options: HubOptions) -> Path:

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from geoflow_fast.flow.model import CONFIG_FILE, WEIGHTS_FILE
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.files import contents_of, locked
 from geoflow_fast.runtime.graphs import Graphs, unsuitable
+from geoflow_fast.runtime.hub import CONFIG_FILE, WEIGHTS_FILE
 from geoflow_fast.runtime.interrupt import stop_on_interrupt
 from geoflow_fast.runtime.late import LateValues
 from geoflow_fast.runtime.tensors import load_tensors, save_tensors

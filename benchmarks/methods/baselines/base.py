@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.directions import Direction
 from geoflow_fast.evaluation.methods import item_scores
-from geoflow_fast.flow.model import CONFIG_FILE, WEIGHTS_FILE, check_tensors
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.ops.gallery_statistics import GalleryPosterior
 from geoflow_fast.retrieval.gallery import Gallery, GallerySource
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.files import contents_of, read_json, write_json
+from geoflow_fast.runtime.hub import CONFIG_FILE, WEIGHTS_FILE
+from geoflow_fast.runtime.pretrained import check_tensors
 from geoflow_fast.runtime.tensors import load_tensors, save_tensors
 from geoflow_fast.training.config import RunConfig
 from geoflow_fast.training.loop import TrainReport
