@@ -215,103 +215,162 @@ void bind_transport(py::module_& m) {
     m.def("sinkhorn", &sinkhorn);
 }
 
-// Samples [queries, draws, dim] and items [items, dim]; sample_bias and bias may be left out.
-struct GalleryInputs {
-    Address samples, sample_bias, gallery, bias;
-    std::int64_t queries, draws, items, dim;
-    float kappa;
-    int threads, storage;
-    bool bfloat16;
+// The rows of a gallery [items, dim] as they are stored.
+struct Items {
+    const void* data;
+    std::int64_t count, dim;
+    geoflow::Storage storage;
 
-    geoflow::GalleryParams params() const {
-        return {at<const float>(samples), at<const float>(sample_bias), at<const void>(gallery), at<const float>(bias), queries, draws,
-                items, dim, kappa, threads, keep_going, static_cast<geoflow::Storage>(storage), bfloat16};
+    explicit Items(const Tensor& gallery) {
+        const geoflow::dlpack::View& view = gallery.view("gallery");
+        const auto is = [&](geoflow::dlpack::TypeCode code, int bits) { return view.type.code == code && view.type.bits == bits; };
+        const bool single = is(geoflow::dlpack::kFloat, 32), half = is(geoflow::dlpack::kFloat, 16);
+        if (!single && !half && !is(geoflow::dlpack::kBfloat, 16))
+            throw geoflow::NotServed("gallery is " + geoflow::name_of(view.type) + ", expected torch.float32, torch.float16 or torch.bfloat16");
+        storage = single ? geoflow::Storage::single : half ? geoflow::Storage::half : geoflow::Storage::bfloat16;
+        const auto rows = geoflow::rows_of<void>(view, "gallery");
+        if (view.dimensions != 2 || !rows.count || !rows.width)
+            throw py::value_error("gallery must be [N, d] with N, d > 0, got " + geoflow::text_of(view.shape, view.dimensions));
+        if (rows.count > 1 && rows.stride != rows.width) throw geoflow::NotServed("gallery must be contiguous");
+        data = rows.data;
+        count = rows.count;
+        dim = rows.width;
     }
 };
 
-void bind_gallery(py::module_& m) {
-    py::class_<GalleryInputs>(m, "GalleryInputs")
-        .def(py::init([](Address samples, Address sample_bias, Address gallery, Address bias, std::int64_t queries, std::int64_t draws,
-                         std::int64_t items, std::int64_t dim, float kappa, int threads, int storage, bool bfloat16) {
-                 if (bfloat16 && !geoflow::has_avx512_bf16()) throw py::value_error("this processor has no bfloat16 unit");
-                 return GalleryInputs{samples, sample_bias, gallery, bias, queries, draws, items, dim, kappa, threads, storage, bfloat16};
-             }),
-             py::kw_only(), "samples"_a, "sample_bias"_a, "gallery"_a, "bias"_a, "queries"_a, "draws"_a, "items"_a, "dim"_a, "kappa"_a,
-             "threads"_a, "storage"_a, "bfloat16"_a);
-    m.def(
-        "gallery_posterior",
-        [](const GalleryInputs& inputs, std::int64_t top_k, Address peak, Address weight, Address moment, Address top_score,
-           Address top_index) {
-            const geoflow::GalleryStatistics result{top_k,
-                                                    at<double>(peak),
-                                                    at<double>(weight),
-                                                    at<double>(moment),
-                                                    at<double>(top_score),
-                                                    at<std::int64_t>(top_index)};
-            without_gil([&] { return geoflow::gallery_posterior(inputs.params(), result); });
-        },
-        "inputs"_a, py::kw_only(), "top_k"_a, "peak"_a, "weight"_a, "moment"_a, "top_score"_a, "top_index"_a);
-    m.def(
-        "gallery_scores",
-        [](const GalleryInputs& inputs, Address scores) {
-            without_gil([&] { return geoflow::gallery_scores(inputs.params(), at<float>(scores)); });
-        },
-        "inputs"_a, py::kw_only(), "scores"_a);
+// What a multiplication counts, if that of a number in a pass over rows counts one.
+constexpr std::int64_t kMultiplications = 8;
+
+// Runs what returns false when interrupted; other Python threads run meanwhile if the work is worth a change of threads.
+template <class Run>
+void compute_or_stop(std::int64_t numbers, const Run& run) {
+    bool done = false;
+    compute(numbers, [&] { done = run(); });
+    raise_if_interrupted(!done);
 }
 
-// Queries [count, dim] and the rows of a gallery [items, dim].
-struct SearchInputs {
-    Address queries, gallery;
-    int storage;
-    std::int64_t count, items, dim, top_k;
-    int threads;
+// Samples [queries, draws, dim] of a posterior over `gallery`; both biases may be left out.
+geoflow::GalleryParams posterior_params(const Tensor& samples_, const Items& items, double kappa, const Tensor& item_bias,
+                                        const Tensor& sample_bias, bool bfloat16) {
+    const auto samples = geoflow::dense(samples_, "samples");
+    const geoflow::dlpack::View& view = samples_.view("samples");
+    if (view.dimensions != 3 || view.shape[2] != items.dim || !samples.count)
+        throw py::value_error("samples must be [Q, M, " + std::to_string(items.dim) + "] with Q, M > 0, got " +
+                              geoflow::text_of(view.shape, view.dimensions));
+    const std::int64_t queries = view.shape[0], draws = view.shape[1];
+    const auto weights = geoflow::optional(sample_bias, "sample_bias");
+    if (weights && (weights.count != queries || weights.width != draws))
+        throw py::value_error("sample_bias must be [" + std::to_string(queries) + ", " + std::to_string(draws) + "]");
+    if (weights && queries > 1 && weights.stride != draws) throw geoflow::NotServed("sample_bias must be contiguous");
+    if (bfloat16 && !geoflow::has_avx512_bf16()) throw geoflow::NotServed("this processor has no bfloat16 unit");
+    const int threads = threads_for(samples.count * items.count * items.dim / kMultiplications);
+    return {samples.data, weights.data, items.data, geoflow::optional_vector<float>(item_bias, "item_bias", items.count), queries, draws,
+            items.count, items.dim, static_cast<float>(kappa), threads, keep_going, items.storage, bfloat16};
+}
 
-    geoflow::SearchParams params() const {
-        return {at<const float>(queries), at<const void>(gallery), static_cast<geoflow::Storage>(storage), count, items, dim, top_k, threads,
-                keep_going};
+std::int64_t work_of(const geoflow::GalleryParams& params) {
+    return params.queries * params.draws * params.items * params.dim / kMultiplications;
+}
+
+std::tuple<Result<double>, Result<double>, Result<double>, Result<double>, Result<std::int64_t>> gallery_posterior(
+    const Tensor& samples, const Tensor& gallery, double kappa, std::int64_t top_k, const Tensor& item_bias, const Tensor& sample_bias,
+    const std::string& precision) {
+    const Items items(gallery);
+    const auto params = posterior_params(samples, items, kappa, item_bias, sample_bias, precision == "bfloat16");
+    if (top_k < 1 || top_k > items.count) throw py::value_error("top_k is " + std::to_string(top_k) + " of " + std::to_string(items.count) + " items");
+    const std::int64_t queries = params.queries;
+    Result<double> peak({queries}), weight({queries}), moment({queries}), top_score({queries, top_k});
+    Result<std::int64_t> top_index({queries, top_k});
+    const geoflow::GalleryStatistics result{top_k, peak.data(), weight.data(), moment.data(), top_score.data(), top_index.data()};
+    compute_or_stop(work_of(params), [&] { return geoflow::gallery_posterior(params, result); });
+    return {std::move(peak), std::move(weight), std::move(moment), std::move(top_score), std::move(top_index)};
+}
+
+Result<float> gallery_scores(const Tensor& samples, const Tensor& gallery, double kappa, const Tensor& item_bias, const Tensor& sample_bias) {
+    const Items items(gallery);
+    const auto params = posterior_params(samples, items, kappa, item_bias, sample_bias, false);
+    Result<float> scores({params.queries, params.items});
+    compute_or_stop(work_of(params), [&] { return geoflow::gallery_scores(params, scores.data()); });
+    return scores;
+}
+
+void bind_gallery(py::module_& m) {
+    m.def("gallery_posterior", &gallery_posterior, "samples"_a, "gallery"_a, "kappa"_a, "top_k"_a, "item_bias"_a, "sample_bias"_a,
+          "precision"_a);
+    m.def("gallery_scores", &gallery_scores, "samples"_a, "gallery"_a, "kappa"_a, "item_bias"_a, "sample_bias"_a);
+}
+
+// Queries [count, dim], which must be finite, and the items that they are compared with.
+geoflow::SearchParams search_params(const Tensor& queries_, const Items& items, std::int64_t top_k) {
+    const auto queries = geoflow::dense(queries_, "queries");
+    const geoflow::dlpack::View& view = queries_.view("queries");
+    if (view.dimensions != 2 || queries.width != items.dim)
+        throw py::value_error("queries must be [Q, " + std::to_string(items.dim) + "], got " + geoflow::text_of(view.shape, view.dimensions));
+    if (top_k < 1 || top_k > items.count) throw py::value_error("top_k is " + std::to_string(top_k) + " of " + std::to_string(items.count) + " items");
+    for (std::int64_t r = 0; r < queries.count; ++r) {
+        float sum = 0;  // of zeros, unless an entry is infinite or no number
+        for (std::int64_t k = 0; k < queries.width; ++k) sum += 0.0f * queries.data[r * queries.width + k];
+        if (!(sum == 0)) throw geoflow::NotServed("queries row " + std::to_string(r) + " is not finite");
     }
-};
+    const int threads = threads_for(queries.count * items.count * items.dim / kMultiplications);
+    return {queries.data, items.data, items.storage, queries.count, items.count, items.dim, top_k, threads, keep_going};
+}
 
-// Codes of the gallery's rows, and where the number of items that were scored goes.
-struct CodeInputs {
-    Address code, scale, error, kept;
-    float largest_norm;
-    std::int64_t most_kept;
+std::int64_t work_of(const geoflow::SearchParams& params) { return params.queries_count * params.items * params.dim / kMultiplications; }
 
-    geoflow::RowCodes rows() const { return {at<std::uint8_t>(code), at<float>(scale), at<float>(error)}; }
-    geoflow::CodeParams params() const {
-        if (!geoflow::has_avx512_vnni()) throw py::value_error("this processor has no int8 unit");
-        return {rows(), largest_norm, most_kept, at<std::int64_t>(kept)};
-    }
-};
+using Found = std::pair<Result<float>, Result<std::int64_t>>;
+
+Found gallery_search(const Tensor& queries, const Tensor& gallery, std::int64_t top_k) {
+    const auto params = search_params(queries, Items(gallery), top_k);
+    Found found{Result<float>({params.queries_count, top_k}), Result<std::int64_t>({params.queries_count, top_k})};
+    if (!params.queries_count) return found;
+    compute_or_stop(work_of(params), [&] {
+        return geoflow::search_kernels().search(params, {found.first.data(), found.second.data()});
+    });
+    return found;
+}
+
+// Codes [items, code_stride(dim)], scales and errors [items], and the largest norm of a row.
+std::tuple<Result<std::uint8_t>, Result<float>, Result<float>, float> encode_rows(const Tensor& gallery) {
+    const Items items(gallery);
+    Result<std::uint8_t> code({items.count, geoflow::code_stride(items.dim)});
+    Result<float> scale({items.count}), error({items.count});
+    const std::int64_t numbers = items.count * items.dim * kMultiplications;
+    const geoflow::SearchParams params{nullptr, items.data, items.storage, 0, items.count, items.dim, 1, threads_for(numbers), keep_going};
+    float largest = 0;
+    compute(numbers, [&] { largest = geoflow::search_kernels().encode(params, {code.data(), scale.data(), error.data()}); });
+    return {std::move(code), std::move(scale), std::move(error), largest};
+}
+
+#if defined(__x86_64__)
+// As gallery_search, by codes; and how many items of each query were scored, -1 where its bounds excluded too little.
+std::tuple<Result<float>, Result<std::int64_t>, Result<std::int64_t>> search_codes(const Tensor& queries, const Tensor& gallery,
+                                                                                   const Tensor& code_, const Tensor& scale,
+                                                                                   const Tensor& error, double largest_norm,
+                                                                                   std::int64_t top_k) {
+    const Items items(gallery);
+    const auto params = search_params(queries, items, top_k);
+    const auto code = geoflow::dense<std::uint8_t>(code_, "code");
+    if (code.count != items.count || code.width != geoflow::code_stride(items.dim))
+        throw py::value_error("code must be [" + std::to_string(items.count) + ", " + std::to_string(geoflow::code_stride(items.dim)) + "]");
+    if (!geoflow::has_avx512_vnni()) throw py::value_error("this processor has no int8 unit");
+    const std::int64_t count = params.queries_count;
+    Result<float> score({count, top_k});
+    Result<std::int64_t> index({count, top_k}), kept({count});
+    const geoflow::CodeParams codes{{const_cast<std::uint8_t*>(code.data), const_cast<float*>(geoflow::vector<float>(scale, "scale", items.count)),
+                                     const_cast<float*>(geoflow::vector<float>(error, "error", items.count))},
+                                    static_cast<float>(largest_norm), items.count / 16 + 1024, kept.data()};
+    if (count) compute_or_stop(work_of(params), [&] { return geoflow::search_codes(params, codes, {score.data(), index.data()}); });
+    return {std::move(score), std::move(index), std::move(kept)};
+}
+#endif
 
 void bind_search(py::module_& m) {
-    py::class_<SearchInputs>(m, "SearchInputs")
-        .def(py::init([](Address queries, Address gallery, int storage, std::int64_t count, std::int64_t items, std::int64_t dim,
-                         std::int64_t top_k, int threads) {
-                 return SearchInputs{queries, gallery, storage, count, items, dim, top_k, threads};
-             }),
-             py::kw_only(), "queries"_a, "gallery"_a, "storage"_a, "count"_a, "items"_a, "dim"_a, "top_k"_a, "threads"_a);
-    py::class_<CodeInputs>(m, "CodeInputs")
-        .def(py::init([](Address code, Address scale, Address error, Address kept, float largest_norm, std::int64_t most_kept) {
-                 return CodeInputs{code, scale, error, kept, largest_norm, most_kept};
-             }),
-             py::kw_only(), "code"_a, "scale"_a, "error"_a, "kept"_a, "largest_norm"_a, "most_kept"_a);
-    m.def("code_stride", &geoflow::code_stride);
-    m.def("gallery_search", [](const SearchInputs& inputs, Address score, Address index) {
-        const geoflow::SearchResult result{at<float>(score), at<std::int64_t>(index)};
-        without_gil([&] { return geoflow::search_kernels().search(inputs.params(), result); });
-    }, "inputs"_a, py::kw_only(), "score"_a, "index"_a);
-    m.def("encode_rows", [](const SearchInputs& inputs, const CodeInputs& codes) {
-        py::gil_scoped_release release;
-        return geoflow::search_kernels().encode(inputs.params(), codes.rows());
-    });
+    m.def("code_stride", &geoflow::code_stride, "dim"_a);
+    m.def("gallery_search", &gallery_search, "queries"_a, "gallery"_a, "top_k"_a);
+    m.def("encode_rows", &encode_rows, "gallery"_a);
 #if defined(__x86_64__)
-    m.def("search_codes", [](const SearchInputs& inputs, const CodeInputs& codes, Address score, Address index) {
-        const geoflow::SearchResult result{at<float>(score), at<std::int64_t>(index)};
-        const geoflow::CodeParams params = codes.params();
-        without_gil([&] { return geoflow::search_codes(inputs.params(), params, result); });
-    }, "inputs"_a, "codes"_a, py::kw_only(), "score"_a, "index"_a);
+    m.def("search_codes", &search_codes, "queries"_a, "gallery"_a, "code"_a, "scale"_a, "error"_a, "largest_norm"_a, "top_k"_a);
 #endif
 }
 

@@ -461,20 +461,20 @@ def _cpu(
     sample_bias: Tensor | None,
     precision: str,
 ) -> Statistics:
-    rounded = precision == "bfloat16"
-    reason = native.missing_bfloat16() if rounded else None
+    reason = native.missing_bfloat16() if precision == "bfloat16" else None
     if reason is not None:
         raise dispatch.BackendUnavailable(f'precision="bfloat16": {reason}; use "float32", or "auto"')
     rows, biases = (samples.contiguous(), gallery.contiguous()), (_single(item_bias), _single(sample_bias))
-    return native.gallery_posterior(*rows, kappa, top_k, *biases, rounded)
+    statistics: Statistics = native.required().gallery_posterior(*rows, kappa, top_k, *biases, precision)
+    return statistics
 
 
 def _cpu_scores(
     samples: Tensor, gallery: Tensor, kappa: float, item_bias: Tensor | None, sample_bias: Tensor | None
 ) -> Tensor:
-    return native.gallery_scores(
-        samples.contiguous(), gallery.contiguous(), kappa, _single(item_bias), _single(sample_bias)
-    )
+    rows, biases = (samples.contiguous(), gallery.contiguous()), (_single(item_bias), _single(sample_bias))
+    scores: Tensor = native.required().gallery_scores(*rows, kappa, *biases)
+    return scores
 
 
 def _single(bias: Tensor | None) -> Tensor | None:
@@ -523,7 +523,7 @@ def _scores_of_listed(
 _statistics = dispatch.operation(
     "gallery_posterior",
     gallery_posterior_reference,
-    cpu=native.backend(_cpu),
+    cpu=dataclasses.replace(native.bound("gallery_posterior"), function=_cpu),
     triton=dataclasses.replace(gallery_lists.KERNEL, function=_triton),
     fake=lambda samples, gallery, kappa, top_k, *_: _no_statistics(samples, top_k),  # noqa: ARG005
     differentiable=False,
@@ -531,7 +531,7 @@ _statistics = dispatch.operation(
 gallery_scores = dispatch.operation(
     "gallery_scores",
     gallery_scores_reference,
-    cpu=native.backend(_cpu_scores),
+    cpu=dataclasses.replace(native.bound("gallery_scores"), function=_cpu_scores),
     triton=triton_kernels.backend("gallery", "gallery_scores"),
     fake=lambda samples, gallery, *_: torch.empty(
         (len(samples), len(gallery)), dtype=working_dtype(samples), device=samples.device

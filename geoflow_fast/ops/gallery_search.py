@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from geoflow_fast.geometry import capturing
 from geoflow_fast.ops import dispatch, gallery_lists, native
@@ -43,11 +44,11 @@ class RowCodes:
     @staticmethod
     def encode(gallery: Tensor) -> RowCodes:
         """The codes of rows [N, d] in float32, float16 or bfloat16 on the CPU."""
-        return RowCodes(*native.encode_rows(gallery.detach().contiguous()))
+        return RowCodes(*native.required().encode_rows(gallery.detach().contiguous()))
 
     def check(self, gallery: Tensor) -> None:
         """Refuses the codes of a gallery of another size."""
-        width = native.code_stride(gallery.shape[1])
+        width = native.required().code_stride(gallery.shape[1])
         if self.code.shape != (len(gallery), width):
             raise ValueError(f"codes are {tuple(self.code.shape)}, but the gallery's would be {(len(gallery), width)}")
 
@@ -73,18 +74,17 @@ def gallery_search(
     `allowed`: a boolean mask of the items that there are, [N] for all queries or [Q, N]. Where these are fewer than
     `top_k`, lists end with index -1 and score -inf.
     """
-    check_floating(queries=queries, gallery=gallery)
-    if queries.dim() != 2 or gallery.dim() != 2 or queries.shape[1] != gallery.shape[1] or gallery.numel() == 0:
-        raise ValueError(
-            f"queries must be [Q, d] and gallery [N, d] with N, d > 0, got {tuple(queries.shape)} and "
-            f"{tuple(gallery.shape)}"
-        )
-    checks.integer(top_k, "top_k", 1, len(gallery))
+    checks.integer(top_k, "top_k", 1)
+    if codes is None and allowed is None and isinstance(queries, Tensor) and isinstance(gallery, Tensor):
+        queries = queries.detach()
+        if queries.dtype != torch.float32:
+            queries = queries.to(working_dtype(queries))
+        score, index = _search(queries, gallery.detach(), top_k, backend)
+        return score, index
+    _check(queries, gallery, top_k)
     if codes is not None:
         codes.check(gallery)
     queries, gallery = queries.detach().to(working_dtype(queries)), gallery.detach()
-    if not capturing(queries):
-        check_finite(queries, "queries")
     there = Allowed.of(allowed, len(queries), len(gallery), queries.device)
     if there is not None:
 
@@ -100,6 +100,18 @@ def gallery_search(
         return _by_codes(queries, gallery, top_k, codes)
     score, index = _search(queries, gallery, top_k, str(backend))
     return score, index
+
+
+def _check(queries: Tensor, gallery: Tensor, top_k: int) -> None:
+    check_floating(queries=queries, gallery=gallery)
+    if queries.dim() != 2 or gallery.dim() != 2 or queries.shape[1] != gallery.shape[1] or gallery.numel() == 0:
+        raise ValueError(
+            f"queries must be [Q, d] and gallery [N, d] with N, d > 0, got {tuple(queries.shape)} and "
+            f"{tuple(gallery.shape)}"
+        )
+    checks.integer(top_k, "top_k", 1, len(gallery))
+    if not (capturing(queries) or queries.is_meta or is_fake(queries)):
+        check_finite(queries, "queries")
 
 
 @dataclass(frozen=True)
@@ -178,7 +190,7 @@ def _by_codes(queries: Tensor, gallery: Tensor, top_k: int, codes: RowCodes) -> 
     """The search by bounds; queries whose bounds exclude too little, or are no numbers, are searched without them."""
     arrays = (codes.code, codes.scale, codes.error, codes.largest_norm)
     gallery = gallery.contiguous()
-    score, index, kept = native.search_codes(queries.contiguous(), gallery, *arrays, top_k)
+    score, index, kept = native.required().search_codes(queries.contiguous(), gallery, *arrays, top_k)
     left = (kept < top_k).nonzero()[:, 0]
     if len(left):
         score[left], index[left] = _search(queries[left], gallery, top_k, "cpu")
@@ -200,7 +212,8 @@ def gallery_search_reference(queries: Tensor, gallery: Tensor, top_k: int) -> tu
 def _cpu(queries: Tensor, gallery: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     if gallery.dtype not in native.STORAGES:
         gallery = gallery.to(torch.float32)
-    return native.gallery_search(queries.contiguous(), gallery.contiguous(), top_k)
+    found: tuple[Tensor, Tensor] = native.required().gallery_search(queries.contiguous(), gallery.contiguous(), top_k)
+    return found
 
 
 def _triton(queries: Tensor, gallery: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
@@ -220,7 +233,8 @@ def _shapes(queries: Tensor, gallery: Tensor, top_k: int) -> tuple[Tensor, Tenso
 _search = dispatch.operation(
     "gallery_search",
     gallery_search_reference,
-    cpu=native.backend(_cpu),
+    check=_check,
+    cpu=replace(native.bound("gallery_search"), function=_cpu),
     triton=replace(gallery_lists.KERNEL, function=_triton, dtypes=(torch.float32,)),
     fake=_shapes,
     differentiable=False,

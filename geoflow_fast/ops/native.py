@@ -44,16 +44,23 @@ SMALL_WHEN_ASLEEP = 500_000
 """The same where the threads of a team sleep while they wait."""
 
 
-def connect(module: ModuleType, exchange: object = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)) -> None:
+def connect(
+    module: ModuleType,
+    exchange: object = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
+    alone: int | None = None,
+) -> None:
     """Tells compiled code how it reads tensors and makes them. `exchange` is the capsule that torch has for this since
-    2.10; without it, tensors cross by capsules of their own."""
+    2.10; without it, tensors cross by capsules of their own. `alone`: numbers up to which the calling thread works
+    alone, by default as its threads wait."""
+    if alone is None:
+        alone = SMALL_WHEN_ASLEEP if processors.threads_sleep() else SMALL
     module.connect(
         tensor=torch.Tensor,
         exchange=exchange,
         to_dlpack=torch.utils.dlpack.to_dlpack,  # type: ignore[attr-defined]
         from_dlpack=torch.utils.dlpack.from_dlpack,
         usable_threads=lambda: usable_threads(),  # looked up in each call
-        alone=SMALL_WHEN_ASLEEP if processors.threads_sleep() else SMALL,
+        alone=alone,
     )
 
 
@@ -175,176 +182,20 @@ def missing_int8() -> str | None:
     return None if required().has_int8() else f"the kernels for {isa()} have no int8 unit (AVX512-VNNI)"
 
 
-STORAGES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-"""The dtypes in which compiled code reads the rows of a gallery, as `Storage` of csrc/rows.h numbers them."""
+STORAGES = (torch.float32, torch.float16, torch.bfloat16)
+"""The dtypes in which compiled code reads the rows of a gallery."""
 
 
-def _address(x: Tensor, name: str, dtype: torch.dtype, *, device: str = "cpu", whole: bool = True) -> int:
+def _address(x: Tensor, name: str, dtype: torch.dtype, *, device: str = "cpu") -> int:
     """The address of `x`, after the last check before it crosses: the type of its device, its dtype, and elements
-    without gaps; if not `whole`, without gaps along each row of a matrix."""
+    without gaps."""
     if x.device.type != device:
         raise ValueError(f"{name} is on {x.device}, expected {device}")
     if x.dtype != dtype:
         raise TypeError(f"{name} is {x.dtype}, expected {dtype}")
-    if not (x.is_contiguous() if whole else x.stride(1) == 1 or x.shape[1] == 1):
+    if not x.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {x.stride()}")
     return x.data_ptr()
-
-
-def gallery_posterior(
-    samples: Tensor,
-    gallery: Tensor,
-    kappa: float,
-    top_k: int,
-    item_bias: Tensor | None,
-    sample_bias: Tensor | None = None,
-    bfloat16: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Statistics (peak, weight, moment [Q], top_score, top_index [Q, top_k]) of the scores of the rows of `gallery`
-    [N, d]. With `bfloat16`, inner products are those of rounded rows, but for the best items."""
-    inputs = _gallery_inputs(samples, gallery, kappa, item_bias, sample_bias) | {"bfloat16": bfloat16}
-    queries = len(samples)
-    if not 1 <= top_k <= len(gallery):
-        raise ValueError(f"top_k={top_k} of {len(gallery)} items")
-    peak, weight, moment = (torch.empty(queries, dtype=torch.float64, device="cpu") for _ in range(3))
-    top_score = torch.empty(queries, top_k, dtype=torch.float64, device="cpu")
-    top_index = torch.empty(queries, top_k, dtype=torch.int64, device="cpu")
-    required().gallery_posterior(
-        required().GalleryInputs(**inputs),
-        top_k=top_k,
-        peak=peak.data_ptr(),
-        weight=weight.data_ptr(),
-        moment=moment.data_ptr(),
-        top_score=top_score.data_ptr(),
-        top_index=top_index.data_ptr(),
-    )
-    return peak, weight, moment, top_score, top_index
-
-
-def gallery_scores(
-    samples: Tensor, gallery: Tensor, kappa: float, item_bias: Tensor | None, sample_bias: Tensor | None = None
-) -> Tensor:
-    """Scores [Q, N] of the rows of `gallery` [N, d]."""
-    inputs = _gallery_inputs(samples, gallery, kappa, item_bias, sample_bias)
-    scores = torch.empty(len(samples), len(gallery), dtype=torch.float32, device="cpu")
-    required().gallery_scores(required().GalleryInputs(**inputs, bfloat16=False), scores=scores.data_ptr())
-    return scores
-
-
-def _gallery_inputs(
-    samples: Tensor,
-    gallery: Tensor,
-    kappa: float,
-    item_bias: Tensor | None,
-    sample_bias: Tensor | None,
-) -> dict[str, float]:
-    """The arguments of the binding's `GalleryInputs`, after a check of the tensors."""
-    queries, draws, dim = samples.shape
-    addresses = {"samples": _address(samples, "samples", torch.float32), "sample_bias": 0, "bias": 0}
-    if gallery.dtype not in STORAGES:
-        raise TypeError(f"gallery is {gallery.dtype}, expected one of {list(STORAGES)}")
-    addresses["gallery"] = _address(gallery, "gallery", gallery.dtype)
-    if gallery.dim() != 2 or gallery.shape[1] != dim:
-        raise ValueError(f"gallery has shape {tuple(gallery.shape)}, expected [N, {dim}]")
-    items = len(gallery)
-    if item_bias is not None:
-        addresses["bias"] = _address(item_bias, "item_bias", torch.float32)
-        if item_bias.shape != (items,):
-            raise ValueError(f"item_bias has shape {tuple(item_bias.shape)}, expected [{items}]")
-    if sample_bias is not None:
-        addresses["sample_bias"] = _address(sample_bias, "sample_bias", torch.float32)
-        if sample_bias.shape != (queries, draws):
-            raise ValueError(f"sample_bias has shape {tuple(sample_bias.shape)}, expected [{queries}, {draws}]")
-    if not (queries and draws and dim and items):
-        raise ValueError(f"nothing to score: samples {tuple(samples.shape)}, {items} items")
-    return {
-        **addresses,
-        "queries": queries,
-        "draws": draws,
-        "items": items,
-        "dim": dim,
-        "kappa": kappa,
-        "threads": usable_threads(),
-        "storage": STORAGES[gallery.dtype],
-    }
-
-
-def gallery_search(queries: Tensor, gallery: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """(scores float32, indices) [Q, top_k] of the rows of `gallery` [N, d] with the largest inner products."""
-    score, index = _search_results(len(queries), top_k)
-    if len(queries):
-        inputs = _search_inputs(queries, gallery, top_k)
-        required().gallery_search(inputs, score=score.data_ptr(), index=index.data_ptr())
-    return score, index
-
-
-def code_stride(dim: int) -> int:
-    """Bytes of the codes of a row."""
-    return int(required().code_stride(dim))
-
-
-def encode_rows(gallery: Tensor) -> tuple[Tensor, Tensor, Tensor, float]:
-    """Codes [N, code_stride(d)], scales [N] and errors [N] of rotated rows [N, d], and their largest norm."""
-    items, dim = gallery.shape
-    code = torch.empty(items, code_stride(dim), dtype=torch.uint8, device="cpu")
-    scale, error = (torch.empty(items, dtype=torch.float32, device="cpu") for _ in range(2))
-    inputs = _search_inputs(torch.empty(0, dim, dtype=torch.float32, device="cpu"), gallery, 1)
-    largest = required().encode_rows(inputs, _code_inputs(code, scale, error, 0.0, items, dim))
-    return code, scale, error, float(largest)
-
-
-def search_codes(
-    queries: Tensor, gallery: Tensor, code: Tensor, scale: Tensor, error: Tensor, largest_norm: float, top_k: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `gallery_search` by the codes of the rows; and how many items of each query were scored [Q], or -1 for queries
-    whose bounds excluded too little, of which nothing was found."""
-    score, index = _search_results(len(queries), top_k)
-    kept = torch.empty(len(queries), dtype=torch.int64, device="cpu")
-    codes = _code_inputs(code, scale, error, largest_norm, len(gallery), gallery.shape[1], kept)
-    inputs = _search_inputs(queries, gallery, top_k)
-    required().search_codes(inputs, codes, score=score.data_ptr(), index=index.data_ptr())
-    return score, index, kept
-
-
-def _search_results(queries: int, top_k: int) -> tuple[Tensor, Tensor]:
-    score = torch.empty(queries, top_k, dtype=torch.float32, device="cpu")
-    return score, torch.empty(queries, top_k, dtype=torch.int64, device="cpu")
-
-
-def _search_inputs(queries: Tensor, gallery: Tensor, top_k: int) -> Any:
-    """The binding's `SearchInputs`, after a check of the tensors."""
-    if gallery.dtype not in STORAGES:
-        raise TypeError(f"gallery is {gallery.dtype}, expected one of {list(STORAGES)}")
-    if gallery.dim() != 2 or queries.dim() != 2 or queries.shape[1] != gallery.shape[1]:
-        raise ValueError(f"queries {tuple(queries.shape)} and gallery {tuple(gallery.shape)} do not fit")
-    if not 1 <= top_k <= len(gallery):
-        raise ValueError(f"top_k={top_k} of {len(gallery)} items")
-    return required().SearchInputs(
-        queries=_address(queries, "queries", torch.float32),
-        gallery=_address(gallery, "gallery", gallery.dtype),
-        storage=STORAGES[gallery.dtype],
-        count=len(queries),
-        items=len(gallery),
-        dim=gallery.shape[1],
-        top_k=top_k,
-        threads=usable_threads(),
-    )
-
-
-def _code_inputs(
-    code: Tensor, scale: Tensor, error: Tensor, largest_norm: float, items: int, dim: int, kept: Tensor | None = None
-) -> Any:
-    """The binding's `CodeInputs`, after a check of the tensors."""
-    if code.shape != (items, code_stride(dim)) or scale.shape != (items,) or error.shape != (items,):
-        raise ValueError(f"codes {tuple(code.shape)} are not those of {items} rows of width {dim}")
-    return required().CodeInputs(
-        code=_address(code, "code", torch.uint8),
-        scale=_address(scale, "scale", torch.float32),
-        error=_address(error, "error", torch.float32),
-        kept=0 if kept is None else kept.data_ptr(),
-        largest_norm=largest_norm,
-        most_kept=items // 16 + 1024,
-    )
 
 
 # The device type whose memory the compiled CUDA code reads; the emulation of the GPU under tests/ runs it on the CPU.

@@ -29,6 +29,8 @@ def cases() -> dict[str, Case]:
     points = {name: functional.normalize(torch.randn(15, 4), dim=-1) for name in ("image0", "text0", "image1", "text1")}
     points |= {"t": torch.rand(15), "direction": streams["direction"], "drop": x[:, 0] > 0}
     points |= {"check": True, "tolerance": 1e-3}
+    scored = {"samples": torch.randn(3, 5, 4), "gallery": x, "kappa": 9.0}
+    scored |= {"item_bias": torch.randn(15), "sample_bias": torch.randn(3, 5)}
     return {
         "adaln": ({"x": x, "shift": shift, "scale": scale, "eps": 1e-6}, ()),
         "adaln_backward": ({"grad": x, "x": x + 1, "scale": scale, "eps": 1e-6}, ()),
@@ -41,11 +43,16 @@ def cases() -> dict[str, Case]:
         "tangent_step": (step | {"renormalise": False}, ("v_free",)),
         "tangent_stage": (step | {"at": x, "total": x + 3, "weight": 0.3}, ("v_free", "total")),
         "tangent_ab2": (step | {"carried": x + 3, "share": 0.5}, ("v_free", "carried")),
+        "gallery_posterior": (scored | {"top_k": 3, "precision": "float32"}, ("item_bias", "sample_bias")),
+        "gallery_scores": (scored, ("item_bias", "sample_bias")),
+        "gallery_search": ({"queries": x, "gallery": x + 1, "top_k": 3}, ()),
         "masked_interpolant": (points, ("drop",)),
     }
 
 
 CASES = cases()
+WITHOUT_GAPS = ("masked_interpolant", "gallery_posterior", "gallery_scores", "gallery_search")
+"""Functions that take whole matrices."""
 each = pytest.mark.parametrize("name", sorted(CASES))
 
 
@@ -60,9 +67,9 @@ def _exchange(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.param == "capsule" and not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
         pytest.skip("this torch has no exchange table")
     if request.param == "without the capsule":
-        native.connect(native.extension(), exchange=None)
+        native.connect(native.extension(), exchange=None, alone=0)
     yield
-    native.connect(native.extension())
+    native.connect(native.extension(), alone=0)  # as conftest.py has it
 
 
 def floats(arguments: dict[str, Any]) -> list[str]:
@@ -88,6 +95,8 @@ WRONG: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("wrong", sorted(WRONG))
 @each
 def test_an_argument_that_does_not_fit_is_named(name, wrong):
+    if name == "gallery_search" and "row" in wrong:
+        pytest.skip("there may be any number of queries, and of items")
     good, _ = CASES[name]
     tensors = [key for key, x in good.items() if isinstance(x, Tensor)]
     for key in tensors:
@@ -107,7 +116,7 @@ def test_another_type_or_rows_with_gaps_are_left_to_torch(name):
     for key in floats(good):
         x = good[key]
         gaps = (torch.stack((x, x), -1)[..., 0], x.T.contiguous().T) if x.dim() == 2 else ()
-        for other in (x.double(), x.half(), *gaps):
+        for other in (x.double(), *(() if key == "gallery" else (x.half(),)), *gaps):
             words = "expected torch.float" if other.dtype == torch.float64 else key
             with pytest.raises(native.extension().NotServed, match=words):
                 call(name, {**good, key: other})
@@ -121,9 +130,10 @@ def test_rows_may_stand_apart(name):
     wanted = call(name, good)
     for key in floats(good):
         x = good[key]
-        inner = torch.full((len(x), 7), torch.nan)[:, 1:5] if x.dim() == 2 else torch.empty(len(x))
+        width = x.shape[-1]
+        inner = torch.full((*x.shape[:-1], width + 3), torch.nan)[..., 1 : 1 + width] if x.dim() > 1 else x.clone()
         inner.copy_(x)
-        if name == "masked_interpolant" and x.dim() == 2:
+        if name in WITHOUT_GAPS and x.dim() > 1:
             with pytest.raises(native.extension().NotServed, match=f"{key} must be contiguous"):
                 call(name, {**good, key: inner})
             continue
@@ -153,6 +163,25 @@ def test_gradients_and_subclasses_are_values_here(name):
     for got, right in zip(call(name, leaves), wanted):
         assert torch.equal(got, right)
         assert not got.requires_grad
+
+
+@pytest.mark.usefixtures("_exchange")
+def test_codes_are_those_of_the_gallery():
+    module, rows = native.extension(), torch.randn(20, 70)
+    code, scale, error, largest = module.encode_rows(rows)
+    assert code.dtype == torch.uint8
+    assert code.shape == (20, module.code_stride(70))
+    assert largest == pytest.approx(float(rows.norm(dim=1).max()))
+    for wrong in (rows.double(), rows[:, ::2], rows.T, rows[:0], rows[0], rows.to("meta"), rows.numpy()):
+        with pytest.raises((TypeError, ValueError), match="gallery"):
+            module.encode_rows(wrong)
+    if native.missing_int8() is None:
+        good = {"code": code, "scale": scale, "error": error}
+        shared = {"queries": rows, "gallery": rows, "largest_norm": largest, "top_k": 1}
+        for name, x in good.items():
+            for wrong in (x[:-1], x.double(), torch.stack((x, x), -1)[..., 0], x.to("meta"), None):
+                with pytest.raises((TypeError, ValueError), match=name):
+                    module.search_codes(**shared, **{**good, name: wrong})
 
 
 @pytest.mark.usefixtures("_exchange")
@@ -215,7 +244,7 @@ def test_small_work_stays_in_the_calling_thread(monkeypatch):
             native.extension().adaln(torch.zeros(rows, 8), torch.zeros(1, 8), torch.zeros(1, 8), 1e-6)
             assert len(asked) == wanted
     monkeypatch.undo()
-    native.connect(native.extension())
+    native.connect(native.extension(), alone=0)
 
 
 WITHOUT = """

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import geoflow_fast as gf
 from geoflow_fast.ops import native
+from tests.ops.counting import answers, watch_border
 from tests.samples import dyadic
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -209,11 +210,9 @@ def test_codes_are_used_and_exclude_most(monkeypatch):
     torch.manual_seed(6)
     gallery, x = unit_rows(20_000, 256, huge=2), unit_rows(20, 256, huge=2)
     codes = gf.ops.RowCodes.encode(gallery)
-    seen = []
-    original = native.search_codes
-    monkeypatch.setattr(native, "search_codes", lambda *inputs: seen.append(original(*inputs)) or seen[-1])
+    seen = answers(monkeypatch, "search_codes")
     gf.ops.gallery_search(x, gallery, 10, codes=codes)
-    kept = seen[0][2]
+    kept = seen[0][1][2]
     assert (kept >= 10).all()
     assert float(kept.double().mean()) < 1000
 
@@ -259,7 +258,7 @@ def best_by_codes(queries: Tensor, gallery: Tensor, narrower: float = 1.0) -> Te
     """The best item of each query by bounds that are, or are not, as wide as they have to be."""
     codes = gf.ops.RowCodes.encode(gallery)
     arrays = codes.code, codes.scale, narrower * codes.error, narrower * codes.largest_norm
-    _, index, kept = native.search_codes(queries, gallery, *arrays, 1)
+    _, index, kept = native.required().search_codes(queries, gallery, *arrays, 1)
     assert (kept > 0).all()
     return index[:, 0]
 
@@ -285,7 +284,7 @@ def test_bounds_hold_where_the_rounding_of_a_query_attains_them(queries, width, 
         lost[0] = 0
         x = gf.geometry.normalize(rotated(step * first + share * lost)).float().expand(queries, -1).contiguous()
         rows = gf.geometry.normalize(rotated(torch.stack((along * first - large * lost, lost)))).float()
-        best = native.gallery_search(x, rows, 1)[1][:, 0]
+        best = native.required().gallery_search(x, rows, 1)[1][:, 0]
         assert torch.equal(best_by_codes(x, rows), best)
         assert bool((best == 1).all()) or margin < 1e-4
         wrong += int((best_by_codes(x, rows, 0.9 / (1 + math.sqrt(width) / 254)) != best).sum())
@@ -307,7 +306,7 @@ def test_bounds_hold_where_the_rounding_of_rows_attains_them(queries, width, mar
     x = gf.geometry.normalize(rotated(lost)).float()
     up, down = 127 * first + 0.49 * lost, 127 * first + 0.51 * lost
     rows = rotated(torch.cat(((1 - margin) * 0.49 / 0.51 * down, up)) / 127).float()
-    best = native.gallery_search(x, rows, 1)[1][:, 0]
+    best = native.required().gallery_search(x, rows, 1)[1][:, 0]
     assert torch.equal(best_by_codes(x, rows), best)
     if margin > 1e-4:
         assert best.tolist() == [queries + query for query in range(queries)]
@@ -349,18 +348,19 @@ def test_gallery_search(tmp_path, dtype, kind, codes):
 @pytest.fixture
 def by_codes(monkeypatch) -> list[int]:
     """The sizes of the galleries that are searched by codes."""
-    sizes: list[int] = []
-    search = native.search_codes
-    monkeypatch.setattr(native, "search_codes", lambda *inputs: sizes.append(len(inputs[1])) or search(*inputs))
-    return sizes
+    return sizes_of(monkeypatch, "search_codes", 1)
 
 
 @pytest.fixture
 def encoded(monkeypatch) -> list[int]:
     """The sizes of the galleries that codes are made of."""
+    return sizes_of(monkeypatch, "encode_rows", 0)
+
+
+def sizes_of(monkeypatch, wanted: str, argument: int) -> list[int]:
+    """Rows of an argument in each call of a compiled function."""
     sizes: list[int] = []
-    encode = native.encode_rows
-    monkeypatch.setattr(native, "encode_rows", lambda rows: sizes.append(len(rows)) or encode(rows))
+    watch_border(monkeypatch, lambda name, inputs, _: name == wanted and sizes.append(len(inputs[argument])))
     return sizes
 
 
@@ -465,15 +465,13 @@ def test_codes_of_clip_exclude_most_and_change_nothing(dtype, monkeypatch):
     with np.load(CLIP, allow_pickle=False) as file:
         images, texts = (gf.geometry.normalize(torch.tensor(file[k]).float()) for k in ("image_emb", "class_text_emb"))
     gallery = images[:6000].to(dtype)
-    codes, seen = gf.ops.RowCodes.encode(gallery), []
+    codes, seen = gf.ops.RowCodes.encode(gallery), answers(monkeypatch, "search_codes")
     assert float(codes.error.max()) < 0.015
-    original = native.search_codes
-    monkeypatch.setattr(native, "search_codes", lambda *inputs: seen.append(original(*inputs)) or seen[-1])
     for count in (1, 3, 16, 64):
         queries = torch.cat((texts[: count // 2], images[6000 : 6000 + count - count // 2]))
         ours, wanted = (gf.ops.gallery_search(queries, gallery, 10, codes=some) for some in (codes, None))
         assert all(torch.equal(a, b) for a, b in zip(ours, wanted, strict=True))
-    kept = torch.cat([call[2] for call in seen])
+    kept = torch.cat([result[2] for _, result in seen])
     assert len(kept) == 84
     assert (kept >= 10).all()
     assert float(kept.double().mean()) < 600

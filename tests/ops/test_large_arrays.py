@@ -58,7 +58,7 @@ def test_the_kernel_addresses_all_of_it_in_one_call(sparse_file: Path):
     items = torch.from_numpy(np.load(sparse_file, mmap_mode="c"))
     sample = torch.zeros(1, 1, WIDTH)
     sample[0, 0, -1] = 1
-    _, weight, _, _, index = native.gallery_posterior(sample, items, 12.0, 2, None)
+    _, weight, _, _, index = native.required().gallery_posterior(sample, items, 12.0, 2, None, None, "float32")
     assert index[0].tolist() == [ITEMS - 1, 0]
     assert float(weight[0]) == pytest.approx(1 + (ITEMS - 1) * math.exp(-12.0), rel=1e-5)
 
