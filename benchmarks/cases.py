@@ -25,7 +25,7 @@ import torch
 
 import benchmarks
 from benchmarks.limits import Work
-from geoflow_fast.ops import native, product
+from geoflow_fast.ops import extension, product
 
 OURS, PEER, FOR_COMPARISON = "ours", "peer", "beside"
 """A peer computes the same answer by other means. A contender for comparison computes something else; only its cost
@@ -61,7 +61,7 @@ class Contender:
 
 def in_bfloat16(*contenders: Contender) -> tuple[Contender, ...]:
     """The contenders where the processor multiplies in bfloat16, else none."""
-    return contenders if native.missing_bfloat16() is None else ()
+    return contenders if extension.missing_bfloat16() is None else ()
 
 
 def with_mkl_alone(*contenders: Contender) -> tuple[Contender, ...]:

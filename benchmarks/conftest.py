@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.cases import FOR_COMPARISON, Case, Contender, Scaling, growth, watched
 from benchmarks.limits import Limits
-from geoflow_fast.ops import native
+from geoflow_fast.ops import extension
 
 LONG, BUDGET, MOST_ROUNDS = 4.0, 2.0, 50
 """Seconds from which one round must do, seconds for the rounds of a shorter call, and how many there are at most."""
@@ -28,7 +28,7 @@ def pytest_benchmark_update_machine_info(machine_info: dict[str, Any]) -> None:
         "processor": (names or [platform.processor()])[0].strip(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__.split("+")[0],
-        "instructions": native.isa() if native.missing() is None else torch.backends.cpu.get_cpu_capability(),
+        "instructions": extension.isa() if extension.missing() is None else torch.backends.cpu.get_cpu_capability(),
     }
 
 

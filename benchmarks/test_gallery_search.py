@@ -33,7 +33,7 @@ from benchmarks.inputs import (
     write_gallery,
 )
 from benchmarks.limits import Work
-from geoflow_fast.ops import native
+from geoflow_fast.ops import extension
 
 TOP = 10
 REQUESTS = 200
@@ -65,7 +65,7 @@ def case(items: int, width: int, contenders: Sequence[Contender], *, quick: bool
     )
 
 
-HAS_BYTES = native.missing_int8() is None
+HAS_BYTES = extension.missing_int8() is None
 CASES = (
     case(10_000, 512, SEARCH, quick=True),
     case(100_000, 1024, (*SEARCH, BYTES) if HAS_BYTES else SEARCH),
@@ -127,7 +127,7 @@ def test_faiss(benchmark: Any, stored: Stored, count: int, way: str) -> None:
     if way == "FAISS, loops" and count > FEW:
         pytest.skip("the loops of FAISS are for few queries")
     if way == "bytes" and stored.codes is None:
-        pytest.skip(f"no products of bytes: {native.missing_int8()}")
+        pytest.skip(f"no products of bytes: {extension.missing_int8()}")
     items, width = stored.rows.shape
     torch.manual_seed(count)
     queries = gf.geometry.normalize(stored.rows[:count] + 0.7 * spectral_rows(count, width))

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from benchmarks.compare import Worker, rows_of
-from geoflow_fast.ops import native
+from geoflow_fast.ops import extension
 
 TORCH_NAMES = {
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
 }
 """By the name of an instruction set here, the variables that keep torch and its libraries to it."""
 OLDEST = "avx2"
-KNOWN = native.supported_isas()
+KNOWN = extension.supported_isas()
 TARGETS = KNOWN[KNOWN.index(OLDEST) :] if OLDEST in KNOWN else KNOWN[-1:]
 ROWS = (
     "Exact search, 64 queries, N = 100,000, d = 1024: geoflow_fast",

@@ -1,5 +1,5 @@
 // What Python calls. Functions of tensors check them (tensor.h) and return new ones; those that take addresses rely on their caller,
-// geoflow_fast/ops/native.py, and an address of 0 stands for a part that is left out.
+// geoflow_fast/ops/extension.py, and an address of 0 stands for a part that is left out.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

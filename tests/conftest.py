@@ -16,7 +16,7 @@ import torch
 import geoflow_fast as gf
 from geoflow_fast.cli import main
 from geoflow_fast.demo.flows import concept_pairs, learn
-from geoflow_fast.ops import native
+from geoflow_fast.ops import extension
 from geoflow_fast.worlds import ConceptWorld
 from tests.foreign_defaults import KINDS, foreign_defaults
 from tests.samples import shaken
@@ -80,8 +80,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         return (yield)
 
 
-if (_module := native.extension()) is not None:
-    native.connect(_module, alone=0)  # work that is small enough for one thread goes to all of them here
+if (_module := extension.loaded()) is not None:
+    extension.connect(_module, alone=0)  # work that is small enough for one thread goes to all of them here
 
 
 @pytest.fixture(autouse=True)

@@ -64,7 +64,7 @@ def test_few_modules_are_flat():
 
 def test_only_native_imports_the_extension():
     users = [path.name for path in PACKAGE.rglob("*.py") if "geoflow_fast._C" in path.read_text()]
-    assert users == ["native.py"]
+    assert users == ["extension.py"]
 
 
 def run_python(code: str, **environment: str) -> str:

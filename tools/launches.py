@@ -52,7 +52,7 @@ import geoflow_fast as gf
 from geoflow_fast import kernels
 from geoflow_fast.directions import DIRECTIONS, Direction
 from geoflow_fast.likelihood.reverse_ode import density_estimates
-from geoflow_fast.ops import dispatch, native, triton_kernels
+from geoflow_fast.ops import dispatch, extension, triton_kernels
 from geoflow_fast.retrieval.sources import FlowSource
 from geoflow_fast.training import loop
 from geoflow_fast.training.batches import Prefetcher
@@ -471,8 +471,8 @@ def counted(*, capability: tuple[int, int] = (9, 0)) -> Iterator[Count]:
         mock.patch.object(torch.cuda, "synchronize", side_effect=stream.synchronize),
         mock.patch.object(torch.autograd, "_engine_run_backward", mode.run_backward),
         mock.patch.object(triton_kernels, "missing", return_value=None),
-        mock.patch.object(native, "missing_cuda", return_value=None),
-        mock.patch.object(native, "required", return_value=CompiledCuda(count)),
+        mock.patch.object(extension, "missing_cuda", return_value=None),
+        mock.patch.object(extension, "required", return_value=CompiledCuda(count)),
         mock.patch.object(FakeTensor, "data_ptr", return_value=0),
         # Copies of tensors belong together with the others.
         mock.patch.object(FakeTensorMode, "__deepcopy__", lambda mode, _: mode, create=True),

@@ -41,12 +41,12 @@ def machine_facts() -> dict[str, str]:
     """Versions, processor features, threads and devices by name, for `geoflow doctor` and for bug reports."""
     import torch
 
-    from geoflow_fast.ops import native
+    from geoflow_fast.ops import extension
     from geoflow_fast.ops.product import missing_onednn
     from geoflow_fast.runtime import processors
 
-    problem = native.missing()
-    cuda = native.missing_cuda()
+    problem = extension.missing()
+    cuda = extension.missing_cuda()
     if cuda is None and not torch.cuda.is_available():
         cuda = f"a CUDA device is there, but torch {torch.__version__} cannot use it"
     elif cuda is None:
@@ -57,9 +57,9 @@ def machine_facts() -> dict[str, str]:
         "platform": f"{platform.system()} {platform.machine()}",
         "torch": torch.__version__,
         "triton": version_of("triton"),
-        "compiled extension": problem or native.one_thread_only() or "built",
+        "compiled extension": problem or extension.one_thread_only() or "built",
         "CPU features in use": problem
-        or f"{native.isa()} (this processor can run {', '.join(native.supported_isas())})",
+        or f"{extension.isa()} (this processor can run {', '.join(extension.supported_isas())})",
         "float32 products": "torch.mm" if missing_onednn() else "oneDNN, torch.mm for small ones",
         "threads": f"{torch.get_num_threads()}, which wait for each other {processors.waiting()}",
         "processors": processors.described(),

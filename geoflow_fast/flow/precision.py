@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from geoflow_fast.ops import native
+from geoflow_fast.ops import extension
 from geoflow_fast.ops.product import product
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.device import tf32_allowed
@@ -41,7 +41,7 @@ def product_dtype(precision: str, like: Tensor, rows: int | None = None) -> torc
         return torch.float64
     if like.dtype in HALVES:
         # Processors convert float16 one by one; without units for bfloat16 they do the same with it.
-        good = device == "cuda" or (like.dtype == torch.bfloat16 and native.missing_bfloat16() is None)
+        good = device == "cuda" or (like.dtype == torch.bfloat16 and extension.missing_bfloat16() is None)
         return like.dtype if good else torch.float32
     if precision == "float32" and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
@@ -63,7 +63,7 @@ def bfloat16_pays(device: torch.device) -> bool:
     """Whether products of float32 rows are faster in bfloat16 here, conversions included."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= AMPERE
-    return device.type == "cpu" and native.missing_bfloat16() is None and _measured_gain() > 1.2
+    return device.type == "cpu" and extension.missing_bfloat16() is None and _measured_gain() > 1.2
 
 
 @functools.cache

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geoflow_fast.ops import dispatch, native, triton_kernels
+from geoflow_fast.ops import dispatch, extension, triton_kernels
 from geoflow_fast.ops.arguments import (
     Pair,
     beside_groups,
@@ -130,7 +130,7 @@ adaln_rows = fused_operation(
     "network",
     "adaln",
     adaln_reference,
-    native.bound("adaln"),
+    extension.bound("adaln"),
     check=lambda x, shift, scale, eps: _check(x, shift, scale) and checks.number(eps, "eps"),
     widest=WIDEST_ROW,
     derivatives=_Derivatives,
@@ -142,7 +142,7 @@ _backward = fused_operation(
     "network",
     "adaln_backward",
     adaln_backward_reference,
-    native.bound("adaln_backward", like=(1, 2, 2)),
+    extension.bound("adaln_backward", like=(1, 2, 2)),
     widest=WIDEST_ROW,
     forward_mode=adaln_backward_elementary,
     rowwise=True,

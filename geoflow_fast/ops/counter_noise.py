@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geoflow_fast.ops import dispatch, native, triton_kernels
+from geoflow_fast.ops import dispatch, extension, triton_kernels
 from geoflow_fast.ops.triton_kernels import WIDEST_ROW
 from geoflow_fast.runtime import checks
 
@@ -78,7 +78,7 @@ _kernel = triton_kernels.backend("geodesic", "counter_noise", (torch.int64,), wi
 _draw = dispatch.operation(
     "counter_noise",
     counter_noise_reference,
-    cpu=native.bound("counter_noise", (torch.int64,)),
+    cpu=extension.bound("counter_noise", (torch.int64,)),
     triton=dataclasses.replace(_kernel, width=_asked_width),
     differentiable=False,
     fake=lambda numbers, width, *_: numbers.new_empty(len(numbers), width, dtype=torch.float32),

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from geoflow_fast.directions import Direction, check_codes
 from geoflow_fast.geometry import capturing, tangent_part
-from geoflow_fast.ops import dispatch, native
+from geoflow_fast.ops import dispatch, extension
 from geoflow_fast.ops.arguments import check_floating, check_shape, working_dtype
 from geoflow_fast.ops.triton_kernels import WIDEST_ROW, fused_operation
 from geoflow_fast.runtime import checks
@@ -139,7 +139,7 @@ _forward = fused_operation(
     "network",
     "flow_loss",
     flow_loss_reference,
-    native.bound("flow_loss"),
+    extension.bound("flow_loss"),
     check=_check,
     widest=WIDEST_ROW,
     derivatives=_Derivatives,
@@ -149,7 +149,7 @@ _backward = fused_operation(
     "network",
     "flow_loss_backward",
     flow_loss_backward_reference,
-    native.bound("flow_loss_backward", like=(1, 2)),
+    extension.bound("flow_loss_backward", like=(1, 2)),
     widest=WIDEST_ROW,
     rowwise=True,
     part_of="flow_loss",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from geoflow_fast.geometry import capturing
-from geoflow_fast.ops import dispatch, gallery_lists, native, triton_kernels
+from geoflow_fast.ops import dispatch, extension, gallery_lists, triton_kernels
 from geoflow_fast.ops.allowed import Allowed, Mask, Rows, check_finite, kept_blocks
 from geoflow_fast.ops.arguments import check_floating, working_dtype
 from geoflow_fast.ops.gallery_statistics import GalleryPosterior, GalleryStatistics, Statistics, merge_statistics
@@ -215,9 +215,9 @@ def masked_statistics(
 
 def _reads_stored(samples: Tensor, gallery: Tensor, backend: str) -> bool:
     """Whether compiled code reads these rows of the gallery as they are stored."""
-    dtypes = samples.dtype in native.STORAGES and gallery.dtype in native.STORAGES
+    dtypes = samples.dtype in extension.STORAGES and gallery.dtype in extension.STORAGES
     served = dtypes and samples.device.type == "cpu" and backend in ("auto", "cpu") and not capturing(samples)
-    return served and native.missing() is None
+    return served and extension.missing() is None
 
 
 def check_kappa(kappa: object) -> float:
@@ -253,7 +253,7 @@ def _check(samples: Tensor, gallery: Tensor, kappa: float, top_k: int, item_bias
         raise ValueError(
             f"samples must be [Q, M, d] and gallery [N, d], got {tuple(samples.shape)} and {tuple(gallery.shape)}"
         )
-    if samples.dtype != gallery.dtype and not (samples.dtype == torch.float32 and gallery.dtype in native.STORAGES):
+    if samples.dtype != gallery.dtype and not (samples.dtype == torch.float32 and gallery.dtype in extension.STORAGES):
         raise TypeError(f"gallery is {gallery.dtype}, but samples are {samples.dtype}")
     if samples.shape[1] == 0 or gallery.shape[0] == 0 or gallery.shape[1] == 0:
         raise ValueError(
@@ -298,7 +298,7 @@ _PER_LARGE, _LANES, _LOOKS = 32, 16, 512  # as in csrc/cpu/gemm_bfloat16.h
 def _gains_by_rounding(samples: Tensor, backend: str) -> bool:
     """Whether the processor is faster in bfloat16 with so many samples, and values can be asked for."""
     on_gpu = samples.device.type == "cuda"
-    own, missing = ("triton", triton_kernels.missing) if on_gpu else ("cpu", native.missing_bfloat16)
+    own, missing = ("triton", triton_kernels.missing) if on_gpu else ("cpu", extension.missing_bfloat16)
     served = samples.dtype == torch.float32 and backend in ("auto", own) and samples.shape[2] >= _LEAST_WIDTH
     if not served or capturing(samples) or missing() is not None:
         return False
@@ -461,11 +461,11 @@ def _cpu(
     sample_bias: Tensor | None,
     precision: str,
 ) -> Statistics:
-    reason = native.missing_bfloat16() if precision == "bfloat16" else None
+    reason = extension.missing_bfloat16() if precision == "bfloat16" else None
     if reason is not None:
         raise dispatch.BackendUnavailable(f'precision="bfloat16": {reason}; use "float32", or "auto"')
     rows, biases = (samples.contiguous(), gallery.contiguous()), (_single(item_bias), _single(sample_bias))
-    statistics: Statistics = native.required().gallery_posterior(*rows, kappa, top_k, *biases, precision)
+    statistics: Statistics = extension.required().gallery_posterior(*rows, kappa, top_k, *biases, precision)
     return statistics
 
 
@@ -473,7 +473,7 @@ def _cpu_scores(
     samples: Tensor, gallery: Tensor, kappa: float, item_bias: Tensor | None, sample_bias: Tensor | None
 ) -> Tensor:
     rows, biases = (samples.contiguous(), gallery.contiguous()), (_single(item_bias), _single(sample_bias))
-    scores: Tensor = native.required().gallery_scores(*rows, kappa, *biases)
+    scores: Tensor = extension.required().gallery_scores(*rows, kappa, *biases)
     return scores
 
 
@@ -523,7 +523,7 @@ def _scores_of_listed(
 _statistics = dispatch.operation(
     "gallery_posterior",
     gallery_posterior_reference,
-    cpu=dataclasses.replace(native.bound("gallery_posterior"), function=_cpu),
+    cpu=dataclasses.replace(extension.bound("gallery_posterior"), function=_cpu),
     triton=dataclasses.replace(gallery_lists.KERNEL, function=_triton),
     fake=lambda samples, gallery, kappa, top_k, *_: _no_statistics(samples, top_k),  # noqa: ARG005
     differentiable=False,
@@ -531,7 +531,7 @@ _statistics = dispatch.operation(
 gallery_scores = dispatch.operation(
     "gallery_scores",
     gallery_scores_reference,
-    cpu=dataclasses.replace(native.bound("gallery_scores"), function=_cpu_scores),
+    cpu=dataclasses.replace(extension.bound("gallery_scores"), function=_cpu_scores),
     triton=triton_kernels.backend("gallery", "gallery_scores"),
     fake=lambda samples, gallery, *_: torch.empty(
         (len(samples), len(gallery)), dtype=working_dtype(samples), device=samples.device

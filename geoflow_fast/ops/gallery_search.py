@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from geoflow_fast.geometry import capturing
-from geoflow_fast.ops import dispatch, gallery_lists, native
+from geoflow_fast.ops import dispatch, extension, gallery_lists
 from geoflow_fast.ops.allowed import Allowed, Mask, Rows, check_finite, kept_blocks
 from geoflow_fast.ops.arguments import check_floating, working_dtype
 from geoflow_fast.runtime import checks
@@ -44,11 +44,11 @@ class RowCodes:
     @staticmethod
     def encode(gallery: Tensor) -> RowCodes:
         """The codes of rows [N, d] in float32, float16 or bfloat16 on the CPU."""
-        return RowCodes(*native.required().encode_rows(gallery.detach().contiguous()))
+        return RowCodes(*extension.required().encode_rows(gallery.detach().contiguous()))
 
     def check(self, gallery: Tensor) -> None:
         """Refuses the codes of a gallery of another size."""
-        width = native.required().code_stride(gallery.shape[1])
+        width = extension.required().code_stride(gallery.shape[1])
         if self.code.shape != (len(gallery), width):
             raise ValueError(f"codes are {tuple(self.code.shape)}, but the gallery's would be {(len(gallery), width)}")
 
@@ -182,15 +182,15 @@ def best_hits(queries: Tensor, blocks: Iterable[Block], top_k: int, backend: str
 def codes_pay(queries: Tensor, gallery: Tensor, backend: str = "auto") -> bool:
     """Whether a search of these items makes use of their codes."""
     served = queries.device.type == "cpu" and queries.dtype == torch.float32 and backend in ("auto", "cpu")
-    served = served and gallery.dtype in native.STORAGES and len(gallery) >= FEWEST_ITEMS
-    return served and native.missing_int8() is None
+    served = served and gallery.dtype in extension.STORAGES and len(gallery) >= FEWEST_ITEMS
+    return served and extension.missing_int8() is None
 
 
 def _by_codes(queries: Tensor, gallery: Tensor, top_k: int, codes: RowCodes) -> tuple[Tensor, Tensor]:
     """The search by bounds; queries whose bounds exclude too little, or are no numbers, are searched without them."""
     arrays = (codes.code, codes.scale, codes.error, codes.largest_norm)
     gallery = gallery.contiguous()
-    score, index, kept = native.required().search_codes(queries.contiguous(), gallery, *arrays, top_k)
+    score, index, kept = extension.required().search_codes(queries.contiguous(), gallery, *arrays, top_k)
     left = (kept < top_k).nonzero()[:, 0]
     if len(left):
         score[left], index[left] = _search(queries[left], gallery, top_k, "cpu")
@@ -210,9 +210,11 @@ def gallery_search_reference(queries: Tensor, gallery: Tensor, top_k: int) -> tu
 
 
 def _cpu(queries: Tensor, gallery: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    if gallery.dtype not in native.STORAGES:
+    if gallery.dtype not in extension.STORAGES:
         gallery = gallery.to(torch.float32)
-    found: tuple[Tensor, Tensor] = native.required().gallery_search(queries.contiguous(), gallery.contiguous(), top_k)
+    found: tuple[Tensor, Tensor] = extension.required().gallery_search(
+        queries.contiguous(), gallery.contiguous(), top_k
+    )
     return found
 
 
@@ -234,7 +236,7 @@ _search = dispatch.operation(
     "gallery_search",
     gallery_search_reference,
     check=_check,
-    cpu=replace(native.bound("gallery_search"), function=_cpu),
+    cpu=replace(extension.bound("gallery_search"), function=_cpu),
     triton=replace(gallery_lists.KERNEL, function=_triton, dtypes=(torch.float32,)),
     fake=_shapes,
     differentiable=False,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geoflow_fast.ops import dispatch, native
+from geoflow_fast.ops import dispatch, extension
 from geoflow_fast.ops.arguments import (
     beside_groups,
     check_floating,
@@ -129,7 +129,7 @@ gate_residual_rows = fused_operation(
     "network",
     "gate_residual",
     gate_residual_reference,
-    native.bound("gate_residual"),
+    extension.bound("gate_residual"),
     check=_check,
     derivatives=_Derivatives,
     rowwise=True,
@@ -139,7 +139,7 @@ _backward = fused_operation(
     "network",
     "gate_residual_backward",
     gate_residual_backward_reference,
-    native.bound("gate_residual_backward", like=(1, 2, 3)),
+    extension.bound("gate_residual_backward", like=(1, 2, 3)),
     rowwise=True,
     part_of="gate_residual",
 )

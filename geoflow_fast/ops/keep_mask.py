@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from geoflow_fast.ops import dispatch, native
+from geoflow_fast.ops import dispatch, extension
 from geoflow_fast.runtime import checks
 
 
@@ -32,14 +32,14 @@ def keep_mask_reference(like: Tensor, share: float) -> Tensor:
 
 def _cpu(like: Tensor, share: float) -> Tensor:
     seed = int(torch.randint(2**32, (), device="cpu"))
-    mask: Tensor = native.required().keep_mask(like.shape, share, seed)
+    mask: Tensor = extension.required().keep_mask(like.shape, share, seed)
     return mask
 
 
 _draw = dispatch.operation(
     "keep_mask",
     keep_mask_reference,
-    cpu=native.backend(_cpu, dtypes=None),
+    cpu=extension.backend(_cpu, dtypes=None),
     differentiable=False,
     tags=(torch.Tag.nondeterministic_seeded,),
 )

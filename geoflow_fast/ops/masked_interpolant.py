@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from geoflow_fast.directions import Direction, check_codes
 from geoflow_fast.geometry import UNIT_TOLERANCE, capturing, check_rows, eps, interpolate
-from geoflow_fast.ops import dispatch, native, triton_kernels
+from geoflow_fast.ops import dispatch, extension, triton_kernels
 from geoflow_fast.runtime import checks
 
 FourStreams = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -168,7 +168,7 @@ def _cpu(
 ) -> FourStreams:
     points = [x.contiguous() for x in (image0, text0, image1, text1)]
     dropped = None if drop is None else drop.contiguous()
-    module = native.required()
+    module = extension.required()
     try:
         results: FourStreams = module.masked_interpolant(
             *points, t.to(image0.dtype).contiguous(), direction.contiguous(), dropped, check, UNIT_TOLERANCE
@@ -216,7 +216,7 @@ _forward = dispatch.operation(
     "masked_interpolant",
     masked_interpolant_operation,
     check=_check,
-    cpu=native.backend(_cpu, dtypes=None),
+    cpu=extension.backend(_cpu, dtypes=None),
     triton=dataclasses.replace(_KERNEL, function=_triton),
     fake=lambda image0, text0, *_: tuple(torch.empty_like(x) for x in (image0, text0, image0, text0)),
     rowwise=True,

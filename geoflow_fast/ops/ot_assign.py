@@ -10,7 +10,7 @@ from torch import Tensor
 from geoflow_fast.directions import Direction
 from geoflow_fast.geometry import UNIT_TOLERANCE, capturing, check_rows
 from geoflow_fast.geometry import eps as check_dtype
-from geoflow_fast.ops import dispatch, native, transport
+from geoflow_fast.ops import dispatch, extension, transport
 from geoflow_fast.ops.sinkhorn import check_limits, rounding_of, sinkhorn_reference, warn_unconverged
 
 ASSIGNMENTS = ("argmax", "sample", "exact")
@@ -252,8 +252,8 @@ def _shapes(image0: Tensor, text0: Tensor, image1: Tensor, *_: object) -> tuple[
 _operation = dispatch.operation(
     "ot_solve",
     ot_solve_reference,
-    cpu=native.backend(transport.ot_solve, dtypes=None),
-    cuda=native.cuda_backend(transport.ot_solve_cuda),
+    cpu=extension.backend(transport.ot_solve, dtypes=None),
+    cuda=extension.cuda_backend(transport.ot_solve_cuda),
     differentiable=False,
     fake=_shapes,
 )

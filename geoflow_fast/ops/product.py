@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geoflow_fast.ops import dispatch, native
+from geoflow_fast.ops import dispatch, extension
 
 FEWEST_ROWS, LEAST_DEPTH, FEWEST_COLUMNS = 32, 64, 128
 """Smaller matrices take longer in oneDNN, which packs both."""
@@ -78,9 +78,9 @@ def missing_onednn() -> str | None:
         return "this build of torch has no oneDNN product of float32 rows"
     if not torch.backends.mkl.is_available():
         return "this build of torch multiplies without MKL"
-    if native.missing() is not None:
-        return native.missing()
-    return None if native.mkl_is_narrow() else f"MKL uses the whole width of a processor with {native.isa()}"
+    if extension.missing() is not None:
+        return extension.missing()
+    return None if extension.mkl_is_narrow() else f"MKL uses the whole width of a processor with {extension.isa()}"
 
 
 def product_reference(x: Tensor, weight: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from geoflow_fast.ops import dispatch, native, triton_kernels
+from geoflow_fast.ops import dispatch, extension, triton_kernels
 from geoflow_fast.ops.arguments import Pair, working_dtype
 from geoflow_fast.ops.dispatch import Backend
 from geoflow_fast.ops.triton_kernels import WIDEST_ROW
@@ -196,12 +196,12 @@ def _write(to: Pair, rows: Pair) -> None:
 
 
 def _compiled() -> Any:
-    return native.extension()  # which is there where a backend "cpu" is chosen
+    return extension.loaded()  # which is there where a backend "cpu" is chosen
 
 
 def _shape(y: Tensor, segments: RowTable, eps: float, by_stream: bool) -> tuple[Any, ...]:
     table = segments.table
-    return table.data_ptr(), len(table), y.shape[1], eps, by_stream, native.usable_threads()
+    return table.data_ptr(), len(table), y.shape[1], eps, by_stream, extension.usable_threads()
 
 
 def _adaln_cpu(
@@ -259,7 +259,7 @@ def _register(name: str, reference: Callable[..., None], cpu: Callable[..., None
     dispatch.register(
         f"{name}_segments",
         reference=Backend(reference),
-        cpu=native.backend(cpu, (torch.float32, torch.bfloat16)),
+        cpu=extension.backend(cpu, (torch.float32, torch.bfloat16)),
         triton=_triton(f"segment_{name}"),
     )
     dispatch._PASSES.add(f"{name}_segments")

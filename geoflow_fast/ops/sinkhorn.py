@@ -12,7 +12,7 @@ from torch import Tensor
 
 from geoflow_fast.geometry import capturing
 from geoflow_fast.geometry import eps as check_dtype
-from geoflow_fast.ops import dispatch, native, transport
+from geoflow_fast.ops import dispatch, extension, transport
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.warn import warn_user
 
@@ -186,8 +186,8 @@ def _plain(
 _operation = dispatch.operation(
     "sinkhorn",
     sinkhorn_operation,
-    cpu=native.backend(functools.partial(_solved, transport.sinkhorn, torch.float32), dtypes=None),
-    cuda=native.cuda_backend(functools.partial(_solved, transport.sinkhorn_cuda, torch.float32)),
+    cpu=extension.backend(functools.partial(_solved, transport.sinkhorn, torch.float32), dtypes=None),
+    cuda=extension.cuda_backend(functools.partial(_solved, transport.sinkhorn_cuda, torch.float32)),
     differentiable=False,
     fake=lambda cost, *_: (
         *(torch.empty(n, dtype=torch.float64, device=cost.device) for n in cost.shape),

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geoflow_fast.ops import dispatch, native
+from geoflow_fast.ops import dispatch, extension
 from geoflow_fast.ops.arguments import (
     check_floating,
     check_shape,
@@ -99,7 +99,7 @@ swiglu_rows = fused_operation(
     "network",
     "swiglu",
     swiglu_reference,
-    native.bound("swiglu"),
+    extension.bound("swiglu"),
     check=_check,
     derivatives=_Derivatives,
     rowwise=True,
@@ -109,7 +109,7 @@ _backward = fused_operation(
     "network",
     "swiglu_backward",
     swiglu_backward_reference,
-    native.bound("swiglu_backward", like=(1, 1)),
+    extension.bound("swiglu_backward", like=(1, 1)),
     rowwise=True,
     part_of="swiglu",
 )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from geoflow_fast.geometry import carry_along, eps, follow, tangent_part
-from geoflow_fast.ops import native
+from geoflow_fast.ops import extension
 from geoflow_fast.ops.arguments import check_floating, check_shape
 from geoflow_fast.ops.triton_kernels import WIDEST_ROW, fused_operation
 from geoflow_fast.runtime import checks
@@ -113,7 +113,7 @@ tangent_step_rows = fused_operation(
     "geodesic",
     "tangent_step",
     tangent_step_reference,
-    native.bound("tangent_step"),
+    extension.bound("tangent_step"),
     check=_check,
     dtypes=(torch.float32,),
     widest=WIDEST_ROW,
@@ -124,7 +124,7 @@ tangent_stage_rows = fused_operation(
     "geodesic",
     "tangent_stage",
     tangent_stage_reference,
-    native.bound("tangent_stage"),
+    extension.bound("tangent_stage"),
     dtypes=(torch.float32,),
     widest=WIDEST_ROW,
     rowwise=True,
@@ -134,7 +134,7 @@ tangent_ab2_rows = fused_operation(
     "geodesic",
     "tangent_ab2",
     tangent_ab2_reference,
-    native.bound("tangent_ab2"),
+    extension.bound("tangent_ab2"),
     dtypes=(torch.float32,),
     widest=WIDEST_ROW,
     rowwise=True,

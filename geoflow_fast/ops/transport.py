@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from geoflow_fast.ops import native
+from geoflow_fast.ops import extension
 
 
 def ot_solve(
@@ -22,7 +22,7 @@ def ot_solve(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `ot_solve_reference` of ops/ot_assign.py; points of any dtype are read in float32."""
     points = (x.to(torch.float32).contiguous() for x in (image0, text0, image1, text1))
-    index, f, g, report = native.required().ot_solve(*points, eps, tol, max_iter, uniform)
+    index, f, g, report = extension.required().ot_solve(*points, eps, tol, max_iter, uniform)
     return index, f, g, report
 
 
@@ -52,8 +52,8 @@ def sinkhorn(
 ) -> tuple[Tensor, Tensor, int, float]:
     """Potentials f and g of the plan of `cost` less `middle`, iterations and column violation. `spread`: largest cost
     less smallest."""
-    scores = _scores(cost, middle, native.required().OT_LEADING)
-    f, g, iterations, violation = native.required().sinkhorn(scores, cost.shape[1], spread, eps, tol, max_iter)
+    scores = _scores(cost, middle, extension.required().OT_LEADING)
+    f, g, iterations, violation = extension.required().sinkhorn(scores, cost.shape[1], spread, eps, tol, max_iter)
     return f, g, iterations, violation
 
 
@@ -127,7 +127,7 @@ def _transport_cuda(
     device, (index, f, g, report) = matrix.device, results
     shape = {"rows": len(f), "cols": len(g), "stride": matrix.shape[1], "half": matrix.dtype == torch.float16}
     where = _stream(device)
-    workspace_bytes = native.required().transport_workspace(**shape, device=where["device"])
+    workspace_bytes = extension.required().transport_workspace(**shape, device=where["device"])
     workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
     row_mass = torch.empty(len(f), dtype=torch.float32, device=device)
     read = {**points, **({} if uniform is None else {"uniform": uniform})}
@@ -136,13 +136,13 @@ def _transport_cuda(
             raise ValueError(f"{name} is on {x.device}, expected {device}")
     addresses: dict[str, int | None] = {**dict.fromkeys(("image0", "text0", "image1", "text1"), 0), "uniform": None}
     addresses |= {
-        name: native._address(x, name, torch.float64 if name == "uniform" else torch.float16, device=native.CUDA_MEMORY)
+        name: extension.cuda_address(x, name, torch.float64 if name == "uniform" else torch.float16)
         for name, x in read.items()
     }
-    native.required().transport(
+    extension.required().transport(
         **shape,
         **addresses,
-        matrix=native._address(matrix, "matrix", matrix.dtype, device=native.CUDA_MEMORY),
+        matrix=extension.cuda_address(matrix, "matrix", matrix.dtype),
         image_dim=points["image1"].shape[1] if points else 0,
         text_dim=points["text1"].shape[1] if points else 0,
         offset=offset,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from geoflow_fast.ops import dispatch, native
+from geoflow_fast.ops import dispatch, extension
 from geoflow_fast.ops.dispatch import Backend
 from geoflow_fast.runtime.extras import needs
 
@@ -65,5 +65,5 @@ def fused_operation(
     """An operation with the C++ backend `cpu`, which takes float32 unless it says what it takes, and the Triton backend
     of its own name, which takes rows up to `widest`; `declared` is the rest of what `dispatch.operation` takes."""
     triton = backend(module, name, dtypes, widest)
-    compiled = cpu if isinstance(cpu, Backend) else native.backend(cpu)
+    compiled = cpu if isinstance(cpu, Backend) else extension.backend(cpu)
     return dispatch.operation(name, reference, cpu=compiled, triton=triton, **declared)

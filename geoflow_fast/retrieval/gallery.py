@@ -21,7 +21,7 @@ from geoflow_fast.data.ids import Ids
 from geoflow_fast.data.rows import Array, Rows
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.geometry import check_rows
-from geoflow_fast.ops import native
+from geoflow_fast.ops import extension
 from geoflow_fast.ops.allowed import Allowed, Mask, check_finite, kept_blocks
 from geoflow_fast.ops.gallery_posterior import block_statistics, check_filtered, check_sample_bias, masked_statistics
 from geoflow_fast.ops.gallery_search import Hits, RowCodes, allowed_hits, best_hits, codes_pay
@@ -236,8 +236,8 @@ class Gallery:
     ) -> Iterator[tuple[int, Tensor]]:
         """(number of the first row, rows) as kernels for `queries` or samples take them: half precision as it is stored
         where compiled code reads it, in blocks or in whole parts."""
-        compiled = queries.device.type == "cpu" and queries.dtype == torch.float32 and native.missing() is None
-        kept = tuple(native.STORAGES) if compiled else (torch.float32,)
+        compiled = queries.device.type == "cpu" and queries.dtype == torch.float32 and extension.missing() is None
+        kept = tuple(extension.STORAGES) if compiled else (torch.float32,)
         rows = GPU_BLOCK_ROWS if queries.device.type == "cuda" else BLOCK_ROWS
         for first, block in self._stored(within, None if whole else rows, kept):
             yield first, block if compiled and block.dtype in kept else block.to(queries.device, queries.dtype)

@@ -24,7 +24,7 @@ from geoflow_fast.cli import app, training
 from geoflow_fast.cli.base import in_flags
 from geoflow_fast.flow.sampling import FAST_SAMPLING
 from geoflow_fast.head import fitting
-from geoflow_fast.ops import native
+from geoflow_fast.ops import extension
 from geoflow_fast.training.loop import Run, TrainReport
 from tests.read_only import read_only
 
@@ -131,8 +131,8 @@ def test_doctor_shows_every_operation_with_its_reasons(run):
     report = json.loads(out)
     assert report["backends"]["masked_interpolant"]["cpu"] == "available"
     assert {"torch", "triton", "CUDA", "threads", "CPU features in use"} <= set(report["machine"])
-    supported = ", ".join(native.supported_isas())
-    assert report["machine"]["CPU features in use"] == f"{native.isa()} (this processor can run {supported})"
+    supported = ", ".join(extension.supported_isas())
+    assert report["machine"]["CPU features in use"] == f"{extension.isa()} (this processor can run {supported})"
 
 
 def test_output_into_a_pipe_is_plain_text():

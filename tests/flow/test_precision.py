@@ -16,13 +16,15 @@ from geoflow_fast.flow import precision
 from geoflow_fast.flow.inference import InferenceNetwork
 from geoflow_fast.flow.precision import product_dtype
 from geoflow_fast.noise import sample_uniform
-from geoflow_fast.ops import native
+from geoflow_fast.ops import extension
 from geoflow_fast.runtime.device import multiplies_in_tf32
 from tests.samples import shaken
 
 WIDTH = 24
 HALVES = (torch.bfloat16, torch.float16)
-needs_units = pytest.mark.skipif(native.missing_bfloat16() is not None, reason="this processor has no bfloat16 units")
+needs_units = pytest.mark.skipif(
+    extension.missing_bfloat16() is not None, reason="this processor has no bfloat16 units"
+)
 
 
 def make_flow(dtype: torch.dtype = torch.float32, **changes) -> gf.GeoFlow:
@@ -33,7 +35,7 @@ def make_flow(dtype: torch.dtype = torch.float32, **changes) -> gf.GeoFlow:
 
 
 def test_auto_is_float32_where_the_processor_has_no_units(monkeypatch):
-    monkeypatch.setattr(native, "missing_bfloat16", lambda: "this processor has no bfloat16 unit")
+    monkeypatch.setattr(extension, "missing_bfloat16", lambda: "this processor has no bfloat16 unit")
     like = torch.empty(0)
     assert product_dtype("auto", like) == torch.float32
     assert product_dtype("bfloat16", like) == torch.bfloat16  # which was asked for by name
@@ -46,7 +48,7 @@ def test_auto_is_float32_where_the_processor_has_no_units(monkeypatch):
 
 
 def test_auto_is_float32_where_bfloat16_is_slower(monkeypatch):
-    monkeypatch.setattr(native, "missing_bfloat16", lambda: None)
+    monkeypatch.setattr(extension, "missing_bfloat16", lambda: None)
     for gain, chosen in ((0.5, torch.float32), (1.1, torch.float32), (2.0, torch.bfloat16)):
         monkeypatch.setattr(precision, "_measured_gain", lambda gain=gain: gain)
         assert product_dtype("auto", torch.empty(0)) == chosen

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from geoflow_fast.ops import native
+from geoflow_fast.ops import extension
 
 Watch = Callable[[str, tuple[Any, ...], Any], object]
 """Gets the name of a function, its arguments and its result."""
@@ -37,10 +37,10 @@ class _Watched:
 
 def watch_border(monkeypatch: pytest.MonkeyPatch, watch: Watch) -> None:
     """Tells `watch` what compiled functions answer."""
-    module = native.extension()
+    module = extension.loaded()
     if module is not None:
         proxy = _Watched(module, watch)
-        monkeypatch.setattr(native, "extension", lambda: proxy)
+        monkeypatch.setattr(extension, "loaded", lambda: proxy)
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from geoflow_fast.ops import native
+from geoflow_fast.ops import extension
 
-pytestmark = pytest.mark.skipif(native.missing() is not None, reason="needs the compiled extension")
+pytestmark = pytest.mark.skipif(extension.missing() is not None, reason="needs the compiled extension")
 Case = tuple[dict[str, Any], tuple[str, ...]]
 
 
@@ -57,7 +57,7 @@ each = pytest.mark.parametrize("name", sorted(CASES))
 
 
 def call(name: str, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
-    results = getattr(native.extension(), name)(**arguments)
+    results = getattr(extension.loaded(), name)(**arguments)
     return results if isinstance(results, tuple) else (results,)
 
 
@@ -67,9 +67,9 @@ def _exchange(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.param == "capsule" and not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
         pytest.skip("this torch has no exchange table")
     if request.param == "without the capsule":
-        native.connect(native.extension(), exchange=None, alone=0)
+        extension.connect(extension.loaded(), exchange=None, alone=0)
     yield
-    native.connect(native.extension(), alone=0)  # as conftest.py has it
+    extension.connect(extension.loaded(), alone=0)  # as conftest.py has it
 
 
 def floats(arguments: dict[str, Any]) -> list[str]:
@@ -118,7 +118,7 @@ def test_another_type_or_rows_with_gaps_are_left_to_torch(name):
         gaps = (torch.stack((x, x), -1)[..., 0], x.T.contiguous().T) if x.dim() == 2 else ()
         for other in (x.double(), *(() if key == "gallery" else (x.half(),)), *gaps):
             words = "expected torch.float" if other.dtype == torch.float64 else key
-            with pytest.raises(native.extension().NotServed, match=words):
+            with pytest.raises(extension.loaded().NotServed, match=words):
                 call(name, {**good, key: other})
 
 
@@ -134,7 +134,7 @@ def test_rows_may_stand_apart(name):
         inner = torch.full((*x.shape[:-1], width + 3), torch.nan)[..., 1 : 1 + width] if x.dim() > 1 else x.clone()
         inner.copy_(x)
         if name in WITHOUT_GAPS and x.dim() > 1:
-            with pytest.raises(native.extension().NotServed, match=f"{key} must be contiguous"):
+            with pytest.raises(extension.loaded().NotServed, match=f"{key} must be contiguous"):
                 call(name, {**good, key: inner})
             continue
         for got, right in zip(call(name, {**good, key: inner}), wanted):
@@ -167,7 +167,7 @@ def test_gradients_and_subclasses_are_values_here(name):
 
 @pytest.mark.usefixtures("_exchange")
 def test_codes_are_those_of_the_gallery():
-    module, rows = native.extension(), torch.randn(20, 70)
+    module, rows = extension.loaded(), torch.randn(20, 70)
     code, scale, error, largest = module.encode_rows(rows)
     assert code.dtype == torch.uint8
     assert code.shape == (20, module.code_stride(70))
@@ -175,7 +175,7 @@ def test_codes_are_those_of_the_gallery():
     for wrong in (rows.double(), rows[:, ::2], rows.T, rows[:0], rows[0], rows.to("meta"), rows.numpy()):
         with pytest.raises((TypeError, ValueError), match="gallery"):
             module.encode_rows(wrong)
-    if native.missing_int8() is None:
+    if extension.missing_int8() is None:
         good = {"code": code, "scale": scale, "error": error}
         shared = {"queries": rows, "gallery": rows, "largest_norm": largest, "top_k": 1}
         for name, x in good.items():
@@ -214,7 +214,7 @@ def test_arguments_are_given_back():
 @pytest.mark.usefixtures("_exchange")
 def test_leading_dimensions_are_rows():
     x, shift, scale = (CASES["adaln"][0][key] for key in ("x", "shift", "scale"))
-    adaln, unserved = native.extension().adaln, native.extension().NotServed
+    adaln, unserved = extension.loaded().adaln, extension.loaded().NotServed
     flat = adaln(x, shift, scale, 1e-6)
     deep = adaln(x.view(5, 3, 1, 4), shift, scale.view(1, 5, 4), 1e-6)
     assert torch.equal(deep, flat.view(5, 3, 1, 4))
@@ -229,22 +229,22 @@ def test_leading_dimensions_are_rows():
 def test_small_work_stays_in_the_calling_thread(monkeypatch):
     """Threads are asked for above the threshold alone, which follows the way in which they wait."""
     asked: list[int] = []
-    monkeypatch.setattr(native, "usable_threads", lambda: asked.append(1) or 2)
+    monkeypatch.setattr(extension, "usable_threads", lambda: asked.append(1) or 2)
     for variable, value, small in (
-        ("OMP_WAIT_POLICY", "active", native.SMALL),
-        ("OMP_WAIT_POLICY", "PASSIVE", native.SMALL_WHEN_ASLEEP),
-        ("GOMP_SPINCOUNT", "0", native.SMALL_WHEN_ASLEEP),
+        ("OMP_WAIT_POLICY", "active", extension.SMALL),
+        ("OMP_WAIT_POLICY", "PASSIVE", extension.SMALL_WHEN_ASLEEP),
+        ("GOMP_SPINCOUNT", "0", extension.SMALL_WHEN_ASLEEP),
     ):
         for other in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
             monkeypatch.delenv(other, raising=False)
         monkeypatch.setenv(variable, value)
-        native.connect(native.extension())
+        extension.connect(extension.loaded())
         for rows, wanted in ((small // 8, 0), (small // 8 + 1, 1)):
             asked.clear()
-            native.extension().adaln(torch.zeros(rows, 8), torch.zeros(1, 8), torch.zeros(1, 8), 1e-6)
+            extension.loaded().adaln(torch.zeros(rows, 8), torch.zeros(1, 8), torch.zeros(1, 8), 1e-6)
             assert len(asked) == wanted
     monkeypatch.undo()
-    native.connect(native.extension(), alone=0)
+    extension.connect(extension.loaded(), alone=0)
 
 
 WITHOUT = """

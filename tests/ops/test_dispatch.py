@@ -7,7 +7,7 @@ import torch
 
 import geoflow_fast as gf
 from geoflow_fast.noise import sample_uniform
-from geoflow_fast.ops import dispatch, native
+from geoflow_fast.ops import dispatch, extension
 
 
 @pytest.fixture
@@ -62,17 +62,17 @@ def test_public_table_covers_every_operation_and_backend():
 
 
 def test_compiled_code_is_built_here():
-    assert native.missing() is None
+    assert extension.missing() is None
     assert gf.backends()["masked_interpolant"]["cpu"] == "available"
 
 
 @pytest.fixture
 def without_extension(monkeypatch):
     """The package as it is where nothing was compiled."""
-    monkeypatch.setattr(native, "extension", lambda: None)
-    native.missing.cache_clear()
+    monkeypatch.setattr(extension, "loaded", lambda: None)
+    extension.missing.cache_clear()
     yield
-    native.missing.cache_clear()
+    extension.missing.cache_clear()
 
 
 @pytest.mark.usefixtures("without_extension")

@@ -17,14 +17,14 @@ from torch import Tensor
 
 import geoflow_fast as gf
 from geoflow_fast import geometry, ops
-from geoflow_fast.ops import native
+from geoflow_fast.ops import extension
 from geoflow_fast.ops.gallery_posterior import ROUNDING_LIMIT, _scores_of_listed
 from tests.head.test_model import random_head
 from tests.samples import dyadic
 
 module = importlib.import_module("geoflow_fast.ops.gallery_posterior")  # which has the name of its function
 CLIP = Path(__file__).resolve().parents[3] / "shared" / "data" / "imagenet" / "vitb32.npz"
-needs_unit = pytest.mark.skipif(native.missing_bfloat16() is not None, reason=str(native.missing_bfloat16()))
+needs_unit = pytest.mark.skipif(extension.missing_bfloat16() is not None, reason=str(extension.missing_bfloat16()))
 
 
 @pytest.fixture(params=["reference", pytest.param("cpu", marks=needs_unit)])
@@ -273,7 +273,7 @@ def test_auto_is_full_precision_elsewhere(monkeypatch):
     double = samples.double(), gallery.double(), bias.double()
     exact = scored(*double, "auto", precision="float32")
     assert equal(scored(*double, "auto", precision="auto"), exact)
-    monkeypatch.setattr(native, "missing_bfloat16", lambda: "no bfloat16 unit")
+    monkeypatch.setattr(extension, "missing_bfloat16", lambda: "no bfloat16 unit")
     single = scored(samples, gallery, bias, "auto", precision="float32")
     assert equal(scored(samples, gallery, bias, "auto", precision="auto"), single)
 
@@ -300,14 +300,14 @@ def test_auto_can_be_traced():
 
 def test_a_processor_without_the_unit_says_so():
     code = (
-        "import torch; from geoflow_fast import ops; from geoflow_fast.ops import native; print(native.isa());"
+        "import torch; from geoflow_fast import ops; from geoflow_fast.ops import extension; print(extension.isa());"
         "ops.gallery_posterior(torch.ones(1, 1, 2), torch.ones(3, 2), 1.0, precision='bfloat16')"
     )
-    environment = {**os.environ, "GEOFLOW_ISA": native.supported_isas()[0]}
+    environment = {**os.environ, "GEOFLOW_ISA": extension.supported_isas()[0]}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert "avx512" not in result.stdout
     assert (
-        f'precision="bfloat16": the kernels for {native.supported_isas()[0]} have no bfloat16 unit (AVX512-BF16)'
+        f'precision="bfloat16": the kernels for {extension.supported_isas()[0]} have no bfloat16 unit (AVX512-BF16)'
         in result.stderr
     )
 
@@ -344,7 +344,7 @@ def test_scorers_of_heads_choose_and_can_be_told():
     scorer.precision = "float32"
     single = scorer(queries).entropy
     close(by_choice, single, ROUNDING_LIMIT)
-    assert torch.equal(by_choice, single) == (native.missing_bfloat16() is not None)
+    assert torch.equal(by_choice, single) == (extension.missing_bfloat16() is not None)
     with pytest.raises(ValueError, match="precision must be one of"):
         scorer.precision = "half"
 

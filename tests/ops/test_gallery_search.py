@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 import geoflow_fast as gf
-from geoflow_fast.ops import native
+from geoflow_fast.ops import extension
 from tests.ops.counting import answers, watch_border
 from tests.samples import dyadic
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CLIP = Path(__file__).resolve().parents[3] / "shared" / "data" / "imagenet" / "vitb32.npz"
-needs_int8 = pytest.mark.skipif(native.missing_int8() is not None, reason=str(native.missing_int8()))
+needs_int8 = pytest.mark.skipif(extension.missing_int8() is not None, reason=str(extension.missing_int8()))
 
 
 def unit_rows(*shape: int, huge: int = 0) -> Tensor:
@@ -95,7 +95,7 @@ def tied_items(d: int = 33) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
 @pytest.mark.parametrize("top_k", [1, 2, 3, 5, 7, 11, 16, 40])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_of_tied_items_the_last_leaves_the_list(backend, top_k, threads, monkeypatch):
-    monkeypatch.setattr(native, "usable_threads", lambda: threads)
+    monkeypatch.setattr(extension, "usable_threads", lambda: threads)
     query, items, order = tied_items()
     assert gf.ops.gallery_search(query, items, top_k, backend)[1].tolist() == [order[:top_k]]
     for precision in ("float32", "auto"):
@@ -136,7 +136,7 @@ def test_of_tied_items_the_last_leaves_a_list_by_codes():
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_query_has_one_result_beside_any_others(threads, monkeypatch):
-    monkeypatch.setattr(native, "usable_threads", lambda: threads)
+    monkeypatch.setattr(extension, "usable_threads", lambda: threads)
     torch.manual_seed(2)
     gallery, x = unit_rows(3000, 100), unit_rows(21, 100)
     together = gf.ops.gallery_search(x, gallery, 20)
@@ -258,7 +258,7 @@ def best_by_codes(queries: Tensor, gallery: Tensor, narrower: float = 1.0) -> Te
     """The best item of each query by bounds that are, or are not, as wide as they have to be."""
     codes = gf.ops.RowCodes.encode(gallery)
     arrays = codes.code, codes.scale, narrower * codes.error, narrower * codes.largest_norm
-    _, index, kept = native.required().search_codes(queries, gallery, *arrays, 1)
+    _, index, kept = extension.required().search_codes(queries, gallery, *arrays, 1)
     assert (kept > 0).all()
     return index[:, 0]
 
@@ -284,7 +284,7 @@ def test_bounds_hold_where_the_rounding_of_a_query_attains_them(queries, width, 
         lost[0] = 0
         x = gf.geometry.normalize(rotated(step * first + share * lost)).float().expand(queries, -1).contiguous()
         rows = gf.geometry.normalize(rotated(torch.stack((along * first - large * lost, lost)))).float()
-        best = native.required().gallery_search(x, rows, 1)[1][:, 0]
+        best = extension.required().gallery_search(x, rows, 1)[1][:, 0]
         assert torch.equal(best_by_codes(x, rows), best)
         assert bool((best == 1).all()) or margin < 1e-4
         wrong += int((best_by_codes(x, rows, 0.9 / (1 + math.sqrt(width) / 254)) != best).sum())
@@ -306,7 +306,7 @@ def test_bounds_hold_where_the_rounding_of_rows_attains_them(queries, width, mar
     x = gf.geometry.normalize(rotated(lost)).float()
     up, down = 127 * first + 0.49 * lost, 127 * first + 0.51 * lost
     rows = rotated(torch.cat(((1 - margin) * 0.49 / 0.51 * down, up)) / 127).float()
-    best = native.required().gallery_search(x, rows, 1)[1][:, 0]
+    best = extension.required().gallery_search(x, rows, 1)[1][:, 0]
     assert torch.equal(best_by_codes(x, rows), best)
     if margin > 1e-4:
         assert best.tolist() == [queries + query for query in range(queries)]

@@ -12,11 +12,11 @@ import torch
 
 import geoflow_fast as gf
 from geoflow_fast.data.rows import Rows, load_npy
-from geoflow_fast.ops import native
+from geoflow_fast.ops import extension
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(native.missing() is not None, reason="needs the compiled extension"),
+    pytest.mark.skipif(extension.missing() is not None, reason="needs the compiled extension"),
 ]
 WIDTH, ITEMS = 16_384, 134_400
 AVAILABLE = next(int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines() if "Available" in line)
@@ -58,7 +58,7 @@ def test_the_kernel_addresses_all_of_it_in_one_call(sparse_file: Path):
     items = torch.from_numpy(np.load(sparse_file, mmap_mode="c"))
     sample = torch.zeros(1, 1, WIDTH)
     sample[0, 0, -1] = 1
-    _, weight, _, _, index = native.required().gallery_posterior(sample, items, 12.0, 2, None, None, "float32")
+    _, weight, _, _, index = extension.required().gallery_posterior(sample, items, 12.0, 2, None, None, "float32")
     assert index[0].tolist() == [ITEMS - 1, 0]
     assert float(weight[0]) == pytest.approx(1 + (ITEMS - 1) * math.exp(-12.0), rel=1e-5)
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from geoflow_fast import ops
-from geoflow_fast.ops import dispatch, native
+from geoflow_fast.ops import dispatch, extension
 from geoflow_fast.ops.adaln import adaln_elementary
 from tests.ops.counting import counted
 
@@ -69,7 +69,7 @@ def leaves(parts: tuple[Tensor, ...]) -> list[Tensor]:
 @every
 def test_eager_calls_run_the_kernel(operation, parts, calls):
     close(operation.run(*parts), operation.plain(*parts))
-    assert calls[operation.name] == (native.missing() is None)
+    assert calls[operation.name] == (extension.missing() is None)
 
 
 @every

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from geoflow_fast import ops
-from geoflow_fast.ops import native
+from geoflow_fast.ops import extension
 from geoflow_fast.ops.adaln import adaln_backward_reference, adaln_reference
 from geoflow_fast.ops.flow_loss import flow_loss_backward_reference, flow_loss_reference
 from geoflow_fast.ops.gate_residual import (
@@ -22,7 +22,7 @@ from geoflow_fast.ops.masked_interpolant import masked_interpolant_reference
 from geoflow_fast.ops.swiglu import swiglu_backward_reference, swiglu_reference
 from geoflow_fast.ops.tangent_step import tangent_ab2_reference, tangent_stage_reference, tangent_step_reference
 
-pytestmark = pytest.mark.skipif(native.missing() is not None, reason="needs the compiled extension")
+pytestmark = pytest.mark.skipif(extension.missing() is not None, reason="needs the compiled extension")
 few = settings(max_examples=60, deadline=None, derandomize=True)
 sizes = st.integers(1, 70) | st.sampled_from([95, 96, 97, 127, 129, 255, 257])
 seeds = st.integers(0, 2**31)
@@ -61,8 +61,8 @@ def close(fast: Tensor, true: Tensor, tolerance: float = 3e-5) -> None:
 @few
 @given(sizes, st.integers(1, 40), sizes, st.integers(1, 40), st.integers(1, 12), layouts, layouts, st.booleans(), seeds)
 def test_gallery(precision, queries, draws, items, dim, top_k, first, second, biased, seed):
-    if precision == "bfloat16" and native.missing_bfloat16() is not None:
-        pytest.skip(str(native.missing_bfloat16()))
+    if precision == "bfloat16" and extension.missing_bfloat16() is not None:
+        pytest.skip(str(extension.missing_bfloat16()))
     check_gallery(precision, queries % 19 + 1, draws, items, dim, top_k, first, second, biased, seed)
 
 

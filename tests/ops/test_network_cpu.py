@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from geoflow_fast import ops
-from geoflow_fast.ops import native
+from geoflow_fast.ops import extension
 
 SIZES = [(1, 1), (7, 7), (129, 512), (130, 1023)]
 sizes = pytest.mark.parametrize(("rows", "width"), SIZES)
@@ -123,7 +123,7 @@ def test_torch_defaults_do_not_matter():
 def test_nothing_is_dropped_at_a_share_of_zero_whatever_is_drawn():
     """With this seed the first entry draws the least of all numbers: it is the first to go at any share above zero."""
     for share, dropped in ((0.0, []), (1e-9, [0])):
-        keep = native.extension().keep_mask((96,), share, 3080601008)
+        keep = extension.loaded().keep_mask((96,), share, 3080601008)
         assert (~keep).nonzero()[:, 0].tolist() == dropped
 
 

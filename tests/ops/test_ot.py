@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import geoflow_fast as gf
 from geoflow_fast.noise import sample_uniform
-from geoflow_fast.ops import native
+from geoflow_fast.ops import extension
 from geoflow_fast.ops.ot_assign import condition_weight
 
 ot = pytest.importorskip("ot")
@@ -28,7 +28,7 @@ ot = pytest.importorskip("ot")
 OP = "ot_solve"
 SIZES = [1, 2, 7, 129, 1000, 1023]
 ITERATIONS = {"cpu": 3000, "reference": 200}  # plain torch is slow
-compiled = pytest.mark.skipif(native.missing() is not None, reason="compiled extension is not built")
+compiled = pytest.mark.skipif(extension.missing() is not None, reason="compiled extension is not built")
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def _poison(monkeypatch):
         tensor = empty(*args, **kwargs)
         return tensor.fill_(math.nan) if tensor.is_floating_point() else tensor.fill_(-1)
 
-    monkeypatch.setattr(native.torch, "empty", poisoned)
+    monkeypatch.setattr(extension.torch, "empty", poisoned)
 
 
 def clouds(n: int, image: int = 48, text: int = 33, m: int | None = None, dtype: torch.dtype = torch.float32):

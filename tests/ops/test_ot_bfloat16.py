@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import geoflow_fast as gf
-from geoflow_fast.ops import native
+from geoflow_fast.ops import extension
 
-pytestmark = pytest.mark.skipif(native.missing_bfloat16() is not None, reason=str(native.missing_bfloat16()))
+pytestmark = pytest.mark.skipif(extension.missing_bfloat16() is not None, reason=str(extension.missing_bfloat16()))
 
 SOLVE = """
 import sys, torch

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import geoflow_fast as gf
-from geoflow_fast.ops import dispatch, native, product
+from geoflow_fast.ops import dispatch, extension, product
 from geoflow_fast.ops.product import add_product, product_into
 
 pytestmark = pytest.mark.skipif(
@@ -140,13 +140,13 @@ def test_other_types_processors_and_autocast_stay_with_torch(monkeypatch):
 
 
 def test_the_reason_is_given(monkeypatch):
-    monkeypatch.setattr(native, "mkl_is_narrow", lambda: True)
-    monkeypatch.setattr(native, "missing", lambda: None)
+    monkeypatch.setattr(extension, "mkl_is_narrow", lambda: True)
+    monkeypatch.setattr(extension, "missing", lambda: None)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     assert product_is_missing() is None
-    monkeypatch.setattr(native, "mkl_is_narrow", lambda: False)
+    monkeypatch.setattr(extension, "mkl_is_narrow", lambda: False)
     assert "MKL uses the whole width" in product_is_missing()
-    monkeypatch.setattr(native, "missing", lambda: "the compiled extension is not built")
+    monkeypatch.setattr(extension, "missing", lambda: "the compiled extension is not built")
     assert product_is_missing() == "the compiled extension is not built"
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
     assert "without MKL" in product_is_missing()
@@ -164,13 +164,13 @@ def test_shapes_that_do_not_fit_are_those_of_torch():
         torch.testing.assert_close(product.product(x, other), x @ other, atol=2e-4, rtol=1e-5)
 
 
-@pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+@pytest.mark.skipif(extension.missing() is not None, reason=str(extension.missing()))
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="Linux lists processors in /proc")
 def test_the_processor_is_told_by_its_family():
     lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     family = int(facts.get("cpu family", "0")) if facts.get("vendor_id") == "AuthenticAMD" else 0
-    assert native.mkl_is_narrow() == (family >= 26 and native.isa().startswith("avx512"))
+    assert extension.mkl_is_narrow() == (family >= 26 and extension.isa().startswith("avx512"))
 
 
 def test_a_flow_computes_the_same_by_either_library(monkeypatch):

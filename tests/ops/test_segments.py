@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from geoflow_fast import ops
-from geoflow_fast.ops import native
+from geoflow_fast.ops import extension
 from geoflow_fast.ops.segments import RowTable, Segment, adaln_segments, gate_adaln_segments, swiglu_segments
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ def two_solves(pairs: int, tangents: int) -> tuple[int, int, RowTable, RowTable]
     return 2 * rows, to, RowTable.of(whole, CPU), RowTable.of(leaving, CPU)
 
 
-@pytest.mark.skipif(native.missing() is not None, reason="the extension is not built")
+@pytest.mark.skipif(extension.missing() is not None, reason="the extension is not built")
 @pytest.mark.parametrize("products", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("pairs", "tangents", "width", "heads"), [(1, 0, 16, 2), (7, 2, 51, 3), (129, 1, 64, 4), (5, 3, 1, 0)]

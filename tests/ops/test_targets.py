@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from geoflow_fast.ops import native
+from geoflow_fast.ops import extension
 from geoflow_fast.ops.gallery_posterior import ROUNDING_LIMIT
 
 TESTS = Path(__file__).parents[1]
-OTHERS = [name for name in native.supported_isas() if name != native.isa()]
+OTHERS = [name for name in extension.supported_isas() if name != extension.isa()]
 QUICK = {
     "baseline": ("ops/test_masked_interpolant.py",),
     "avx2": ("ops/test_gallery_search.py",),
@@ -39,13 +39,13 @@ CALLS = """
 import sys
 import torch
 import geoflow_fast as gf
-from geoflow_fast.ops import native
+from geoflow_fast.ops import extension
 from geoflow_fast.ops.tangent_step import tangent_ab2_rows
 torch.manual_seed(0)
 torch.set_num_threads(1)
 def rows(*shape):
     return gf.geometry.normalize(torch.randn(*shape))
-results = {"isa": native.isa()}
+results = {"isa": extension.isa()}
 samples, gallery = rows(21, 5, 129), rows(1023, 129)
 for name, stored in (("", gallery), (" float16", gallery.half()), (" bfloat16", gallery.bfloat16())):
     post = gf.ops.gallery_posterior(samples, stored, 50.0, precision="float32")
@@ -91,21 +91,22 @@ def run(isa: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_an_unknown_name_is_an_error():
     isa = "AVX2" if "avx2" in OTHERS else "nonsense"
-    result = run(isa, "-c", "from geoflow_fast.ops import native; native.isa()")
+    result = run(isa, "-c", "from geoflow_fast.ops import extension; extension.isa()")
     assert result.returncode != 0
     assert (
-        f"ValueError: GEOFLOW_ISA={isa}: this processor can run {', '.join(native.supported_isas())}" in result.stderr
+        f"ValueError: GEOFLOW_ISA={isa}: this processor can run {', '.join(extension.supported_isas())}"
+        in result.stderr
     )
 
 
 def test_targets_agree(tmp_path):
     by_isa = {}
-    for isa in native.supported_isas():
+    for isa in extension.supported_isas():
         result = run(isa, "-c", CALLS, str(tmp_path / isa))
         assert result.returncode == 0, result.stderr
         by_isa[isa] = torch.load(tmp_path / isa, weights_only=True)
         assert by_isa[isa].pop("isa") == isa
-    best = by_isa[native.supported_isas()[-1]]
+    best = by_isa[extension.supported_isas()[-1]]
     for isa, results in by_isa.items():
         for name, value in results.items():
             allowed = next((ALLOWED[start] for start in ALLOWED if name.startswith(start)), TOLERANCE)

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import geoflow_fast as gf
 from geoflow_fast import ops
-from geoflow_fast.ops import cross_residual, native
+from geoflow_fast.ops import cross_residual, extension
 from geoflow_fast.ops.adaln import adaln_rows
 from geoflow_fast.ops.gate_residual import gate_residual_rows
 from geoflow_fast.ops.swiglu import swiglu_rows
@@ -148,7 +148,7 @@ def test_a_compiled_training_loss_keeps_the_kernels(flow, calls, backend):
 def solves(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[object, ...]]]:
     """What each run of the compiled transport solver reported."""
     seen: list[tuple[object, ...]] = []
-    built = native.required()
+    built = extension.required()
 
     def counted(solve: Callable[..., tuple[object, ...]]) -> Callable[..., tuple[object, ...]]:
         def run(*arguments: object) -> tuple[object, ...]:
@@ -179,7 +179,7 @@ def transport_calls(points: tuple[Tensor, ...]) -> dict[str, tuple[Callable[...,
 
 
 @pytest.mark.own_default("dtype", reason="torch.compile does not trace changes of the default dtype")
-@pytest.mark.skipif(native.missing() is not None, reason="compiled extension is not built")
+@pytest.mark.skipif(extension.missing() is not None, reason="compiled extension is not built")
 @pytest.mark.parametrize("name", ["ot_assign", "couple", "sinkhorn"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_coupling_is_one_node_and_keeps_the_solver(name, backend, solves):

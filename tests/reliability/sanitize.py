@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from geoflow_fast.ops import native
+from geoflow_fast.ops import extension
 
 ROOT = Path(__file__).parents[2]
 LIBRARY = ROOT / "build" / "sanitize" / "lib"
@@ -34,10 +34,10 @@ SUITE = (
 )
 OVERFLOW = """
 import numpy as np, torch
-from geoflow_fast.ops import native
+from geoflow_fast.ops import extension
 memory = np.zeros(64, np.float32)
 rows = torch.from_numpy(np.lib.stride_tricks.as_strided(memory, (24, 4), (16, 4)))  # 96 numbers
-native.extension().adaln(rows, torch.zeros(1, 4), torch.zeros(1, 4), 1e-6)
+extension.loaded().adaln(rows, torch.zeros(1, 4), torch.zeros(1, 4), 1e-6)
 print("not seen")
 """
 
@@ -90,7 +90,7 @@ def main() -> None:
     build()
     if not sees_an_overflow():
         raise SystemExit("the sanitizer does not see an overflow made on purpose: a run with it would prove nothing")
-    for isa in native.supported_isas():
+    for isa in extension.supported_isas():
         run_suite(isa)
 
 

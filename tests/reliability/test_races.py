@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from geoflow_fast.ops import native
+from geoflow_fast.ops import extension
 from tests.reliability.races import STATUS, compile_driver, run_driver
 
 pytestmark = [
@@ -29,7 +29,7 @@ def test_the_sanitizer_sees_a_race(program: Path):
 
 def test_no_races_and_one_result_for_any_number_of_threads(program: Path):
     calls = 0
-    for isa in native.supported_isas():
+    for isa in extension.supported_isas():
         result = run_driver(program, GEOFLOW_ISA=isa)
         assert result.returncode == 0, result.stderr
         calls += int(result.stdout)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from geoflow_fast.ops import native
+from geoflow_fast.ops import extension
 
 ROOT, HERE = Path(__file__).parents[2], Path(__file__).parent
 KB = 1024
@@ -23,14 +23,14 @@ CALLS = """
 import sys
 import torch
 import geoflow_fast as gf
-from geoflow_fast.ops import native
+from geoflow_fast.ops import extension
 torch.manual_seed(0)
 torch.set_num_threads(1)
 def rows(*shape):
     return gf.geometry.normalize(torch.randn(*shape))
 gallery, samples = rows(5000, 700), rows(40, 3, 700)
 codes = gf.ops.RowCodes.encode(gallery)
-results = {"caches": torch.tensor(native.caches())}
+results = {"caches": torch.tensor(extension.caches())}
 for precision in ("float32", "auto"):
     post = gf.ops.gallery_posterior(samples, gallery, 50.0, precision=precision)
     results |= {"entropy " + precision: post.entropy, "log_z " + precision: post.log_z}
@@ -53,7 +53,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.skipif(native.missing_bfloat16() is not None, reason=str(native.missing_bfloat16()))
+@pytest.mark.skipif(extension.missing_bfloat16() is not None, reason=str(extension.missing_bfloat16()))
 def test_every_tile_grows_with_its_cache(tmp_path):
     flags = json.loads((ROOT / "csrc" / "cpu" / "targets.json").read_text())["avx512bf16"]["flags"]
     program = tmp_path / "tiles"

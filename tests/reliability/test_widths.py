@@ -14,7 +14,7 @@ import torch
 from torch.utils import deterministic
 
 from geoflow_fast import ops
-from geoflow_fast.ops import native
+from geoflow_fast.ops import extension
 from tests.ops.test_native_fuzz import (
     check_gallery,
     check_interpolant,
@@ -25,7 +25,7 @@ from tests.ops.test_native_fuzz import (
     unit,
 )
 
-pytestmark = pytest.mark.skipif(native.missing() is not None, reason="needs the compiled extension")
+pytestmark = pytest.mark.skipif(extension.missing() is not None, reason="needs the compiled extension")
 WIDTHS = range(1, 2 * 16 + 2)
 """Up to two vectors of the widest instruction set, and one number more."""
 PANEL = 96 + 5
@@ -36,12 +36,12 @@ PANEL = 96 + 5
 def _memory_full_of_nan() -> Iterator[None]:
     """What torch or compiled code allocates is full of NaN and the like, so that what a kernel leaves unwritten or
     reads too far shows."""
-    native.extension().fill_results(True)
+    extension.loaded().fill_results(True)
     filled, deterministic.fill_uninitialized_memory = deterministic.fill_uninitialized_memory, True
     was = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
-    native.extension().fill_results(False)
+    extension.loaded().fill_results(False)
     torch.use_deterministic_algorithms(was)
     deterministic.fill_uninitialized_memory = filled
 
@@ -63,7 +63,7 @@ def test_galleries(stored, biased):
             check_gallery("float32", queries, draws, PANEL, 19, 5, "gap", "gap", biased, width, stored)
 
 
-@pytest.mark.skipif(native.missing_bfloat16() is not None, reason=str(native.missing_bfloat16()))
+@pytest.mark.skipif(extension.missing_bfloat16() is not None, reason=str(extension.missing_bfloat16()))
 @pytest.mark.parametrize("biased", [False, True])
 def test_galleries_in_bfloat16(biased):
     for width in WIDTHS:
@@ -85,7 +85,7 @@ def test_searches(changed):
             close(cosine.gather(1, index), cosine.topk(size["top_k"]).values, 1e-6)
 
 
-@pytest.mark.skipif(native.missing_int8() is not None, reason=str(native.missing_int8()))
+@pytest.mark.skipif(extension.missing_int8() is not None, reason=str(extension.missing_int8()))
 @pytest.mark.parametrize("changed", ["queries", "dim", "top_k", "rest"])
 def test_searches_by_codes(changed):
     generator = torch.Generator().manual_seed(0)

@@ -238,10 +238,10 @@ def test_nothing_is_compiled_on_windows(monkeypatch):
 
 
 def test_the_build_tells_whether_it_has_threads():
-    from geoflow_fast.ops import native
+    from geoflow_fast.ops import extension
 
-    assert native.extension().openmp() >= 201307
-    assert native.one_thread_only() is None
+    assert extension.loaded().openmp() >= 201307
+    assert extension.one_thread_only() is None
 
 
 def test_wheel_holds_the_package_and_nothing_else(tmp_path):

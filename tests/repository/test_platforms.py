@@ -40,9 +40,9 @@ for name in [name for name in dir(mmap) if name.startswith("MADV_")]:
 sys.modules["geoflow_fast._C"] = None  # nothing is compiled there
 import geoflow_fast as gf
 from geoflow_fast.noise import sample_uniform
-from geoflow_fast.ops import native
-native.extension.cache_clear()
-native.extension = lambda: None
+from geoflow_fast.ops import extension
+extension.loaded.cache_clear()
+extension.loaded = lambda: None
 for module in pkgutil.walk_packages(gf.__path__, "geoflow_fast."):
     if not module.name.startswith(("geoflow_fast.kernels.", "geoflow_fast._C", "benchmarks.methods.baselines.grove")):
         importlib.import_module(module.name)

@@ -11,13 +11,13 @@ import torch
 
 import geoflow_fast as gf
 from geoflow_fast import geometry
-from geoflow_fast.ops import native
+from geoflow_fast.ops import extension
 from geoflow_fast.retrieval.freshness import ModelDigest, marks
 from geoflow_fast.retrieval.hubs import Hubs
 from geoflow_fast.retrieval.sources import HeadSource
 
 SETTINGS = {"n_samples": 6, "n_steps": 3, "kappa": 20.0}
-needs_int8 = pytest.mark.skipif(native.missing_int8() is not None, reason=str(native.missing_int8()))
+needs_int8 = pytest.mark.skipif(extension.missing_int8() is not None, reason=str(extension.missing_int8()))
 
 
 def unit(rows: int, width: int, seed: int) -> torch.Tensor:

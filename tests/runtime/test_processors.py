@@ -13,7 +13,7 @@ import torch
 
 import geoflow_fast
 from geoflow_fast.flow.config import many_cores
-from geoflow_fast.ops import native
+from geoflow_fast.ops import extension
 from geoflow_fast.runtime import processors
 
 
@@ -89,15 +89,15 @@ def test_control_groups_limit_the_threads(machine, monkeypatch, files, limit):
 def test_kernels_and_presets_respect_the_limit(monkeypatch):
     monkeypatch.setattr(processors, "quota", lambda *_: 1.5)
     monkeypatch.setattr(processors, "affinity", lambda: 64)
-    native._most_threads.cache_clear()
+    extension._most_threads.cache_clear()
     try:
         torch.set_num_threads(3)  # conftest.py puts it back
-        assert native.usable_threads() == 2
+        assert extension.usable_threads() == 2
         torch.set_num_threads(1)
-        assert native.usable_threads() == 1
+        assert extension.usable_threads() == 1
         assert not many_cores()
     finally:
-        native._most_threads.cache_clear()
+        extension._most_threads.cache_clear()
 
 
 def test_the_environment_of_a_command(machine, monkeypatch):
@@ -166,10 +166,10 @@ def test_the_library_leaves_the_environment_as_it_is():
 
 COMPUTING = """
 import time, torch
-from geoflow_fast.ops import native
+from geoflow_fast.ops import extension
 from geoflow_fast.ops.swiglu import swiglu
 torch.set_num_threads(2)
-native.usable_threads = lambda: 2
+extension.usable_threads = lambda: 2
 x = torch.randn(64, 64)
 
 def computed() -> float:

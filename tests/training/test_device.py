@@ -217,7 +217,7 @@ def test_the_precision_of_a_run_is_chosen_once_and_kept(monkeypatch, tmp_path):
     [(256, None, 2.0, True), (256, None, 1.1, False), (128, None, 2.0, False), (256, "none", 2.0, False)],
 )
 def test_bfloat16_is_chosen_where_it_pays(monkeypatch, hidden, unit, gain, gains):
-    monkeypatch.setattr("geoflow_fast.ops.native.missing_bfloat16", lambda: unit)
+    monkeypatch.setattr("geoflow_fast.ops.extension.missing_bfloat16", lambda: unit)
     monkeypatch.setattr("geoflow_fast.flow.precision._measured_gain", lambda: gain)
     flow = gf.GeoFlow(dataclasses.replace(SHAPE, hidden=hidden))
     assert FlowMatching(flow, some_pairs(), some_pairs(), CONFIG).gains_from_bfloat16() == gains

@@ -16,7 +16,7 @@ import geoflow_fast as gf
 from benchmarks.methods.results import gate, report
 from benchmarks.methods.studies.density import concept_flow, concept_pairs
 from benchmarks.methods.studies.entropy import KAPPA, rank_correlation
-from geoflow_fast.ops import native
+from geoflow_fast.ops import extension
 from geoflow_fast.training.flow_matching import WIDE_ENOUGH
 from geoflow_fast.worlds import ConceptWorld
 
@@ -89,6 +89,6 @@ def held_out_losses(name: str, loss: Callable[[str, int], float]) -> list[dict[s
 
 def run() -> str:
     """The study."""
-    if (reason := native.missing_bfloat16()) is not None:
+    if (reason := extension.missing_bfloat16()) is not None:
         raise SystemExit(f"bfloat16 products are not chosen on this processor: {reason}")
     return "\n\n".join((entropies(), densities(), training()))

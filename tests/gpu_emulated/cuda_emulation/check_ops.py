@@ -28,10 +28,10 @@ load_extension(sys.argv[1])
 
 import geoflow_fast as gf  # noqa: E402
 from geoflow_fast.noise import sample_uniform  # noqa: E402
-from geoflow_fast.ops import native  # noqa: E402
+from geoflow_fast.ops import extension  # noqa: E402
 from geoflow_fast.ops.ot_assign import assign_late  # noqa: E402
 
-native.CUDA_MEMORY = "cpu"
+extension.CUDA_MEMORY = "cpu"
 
 
 def clouds(rows: int, cols: int, dims: tuple[int, int]) -> tuple[torch.Tensor, ...]:

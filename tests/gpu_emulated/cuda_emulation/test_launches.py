@@ -19,7 +19,7 @@ from geoflow_fast.directions import DIRECTIONS, Direction
 from geoflow_fast.flow.sampling import network_rows_at_once
 from geoflow_fast.head.loss import _tiles, point_scores
 from geoflow_fast.likelihood.reverse_ode import density_estimates, pairs_at_once
-from geoflow_fast.ops import dispatch, native
+from geoflow_fast.ops import dispatch, extension
 from geoflow_fast.ops.ot_assign import assign_late
 from geoflow_fast.retrieval.gallery import GPU_BLOCK_ROWS
 from geoflow_fast.retrieval.sources import FlowSource
@@ -215,7 +215,7 @@ def test_a_training_step_multiplies_points_once_and_in_float16():
 def test_training_keeps_its_cost_matrix_in_float16_where_eps_allows(eps, half):
     with (
         counted() as count,
-        mock.patch.object(native.required(), "transport", wraps=native.required().transport) as made,
+        mock.patch.object(extension.required(), "transport", wraps=extension.required().transport) as made,
     ):
         rows = fake_rows(512, 64)
         target, report = assign_late((rows, rows, rows, rows), eps)
@@ -238,8 +238,8 @@ def test_draws_from_a_plan_are_one_more_launch():
 def test_a_plan_warns_where_the_kernels_are_missing(monkeypatch):
     monkeypatch.setattr(dispatch, "_WARNED", set())
     table, remedy = dispatch._OPERATIONS["ot_solve"], "no CUDA code here; reinstall with nvcc"
-    with counted() as count, mock.patch.object(native, "missing_cuda", return_value=remedy):
-        broken = dataclasses.replace(table["cuda"], missing=native.missing_cuda)
+    with counted() as count, mock.patch.object(extension, "missing_cuda", return_value=remedy):
+        broken = dataclasses.replace(table["cuda"], missing=extension.missing_cuda)
         rows = fake_rows(64, 8)
         with mock.patch.dict(table, cuda=broken), pytest.warns(RuntimeWarning) as warned:
             assign_late((rows, rows, rows, rows), 0.05, max_iter=1)

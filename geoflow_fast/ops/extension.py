@@ -1,6 +1,6 @@
-"""The only importer of the compiled extension: tensors are checked here, then pointers, sizes and streams cross.
+"""The only importer of the compiled extension: loads it, says why it is missing, and tells it how tensors cross.
 
-Every function takes tensors that its operation has already validated in the user's terms; the checks here guard memory.
+Its functions take tensors and return new ones; csrc/tensor.h checks what they are given.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from geoflow_fast.runtime import processors
 
 
 @functools.cache
-def extension() -> ModuleType | None:
+def loaded() -> ModuleType | None:
     """The compiled extension; None when it was never built. One that is there but does not load is an error, and so is
     a name in GEOFLOW_ISA of instructions that the processor does not have."""
     try:
@@ -67,7 +67,7 @@ def connect(
 @functools.cache
 def missing() -> str | None:
     """Why the compiled CPU code cannot be used; None if it can."""
-    if extension() is not None:
+    if loaded() is not None:
         return None
     if sys.platform == "win32":
         return "the compiled extension is not built on Windows, where operations run in torch"
@@ -83,7 +83,7 @@ def one_thread_only() -> str | None:
 
 def missing_cuda() -> str | None:
     """Why the compiled CUDA code cannot be used; None if it can."""
-    module = extension()
+    module = loaded()
     if module is None:
         return missing()
     return module.cuda_status() or None
@@ -111,7 +111,7 @@ def bound(
             return results
         return tuple(x if inputs[k] is None else x.to(inputs[k].dtype) for x, k in zip(results, like, strict=True))
 
-    return Backend(call, ("cpu",), missing, dtypes, bound=name, extension=lambda: extension())
+    return Backend(call, ("cpu",), missing, dtypes, bound=name, extension=lambda: loaded())
 
 
 def _dense(x: Any) -> Any:
@@ -127,7 +127,7 @@ def cuda_backend(function: Callable[..., Any]) -> Backend:
 
 def required() -> ModuleType:
     """The compiled extension; an error if it is missing."""
-    module = extension()
+    module = loaded()
     if module is None:
         raise OSError(missing())
     return module
@@ -170,32 +170,20 @@ def mkl_is_narrow() -> bool:
 
 def missing_bfloat16() -> str | None:
     """Why the compiled code cannot multiply in bfloat16; None if it can."""
-    if extension() is None:
+    if loaded() is None:
         return missing()
     return None if required().has_bfloat16() else f"the kernels for {isa()} have no bfloat16 unit (AVX512-BF16)"
 
 
 def missing_int8() -> str | None:
     """Why the compiled code cannot multiply in int8; None if it can."""
-    if extension() is None:
+    if loaded() is None:
         return missing()
     return None if required().has_int8() else f"the kernels for {isa()} have no int8 unit (AVX512-VNNI)"
 
 
 STORAGES = (torch.float32, torch.float16, torch.bfloat16)
 """The dtypes in which compiled code reads the rows of a gallery."""
-
-
-def _address(x: Tensor, name: str, dtype: torch.dtype, *, device: str = "cpu") -> int:
-    """The address of `x`, after the last check before it crosses: the type of its device, its dtype, and elements
-    without gaps."""
-    if x.device.type != device:
-        raise ValueError(f"{name} is on {x.device}, expected {device}")
-    if x.dtype != dtype:
-        raise TypeError(f"{name} is {x.dtype}, expected {dtype}")
-    if not x.is_contiguous():
-        raise ValueError(f"{name} must be contiguous, got strides {x.stride()}")
-    return x.data_ptr()
 
 
 # The device type whose memory the compiled CUDA code reads; the emulation of the GPU under tests/ runs it on the CPU.
@@ -205,3 +193,15 @@ CUDA_MEMORY = "cuda"
 def cuda_devices() -> tuple[str, ...]:
     """Device types of the tensors that the compiled CUDA code takes."""
     return (CUDA_MEMORY,)
+
+
+def cuda_address(x: Tensor, name: str, dtype: torch.dtype) -> int:
+    """The address of a tensor that compiled CUDA code reads or fills, after the last check before it crosses: the type
+    of its device, its dtype, and elements without gaps."""
+    if x.device.type != CUDA_MEMORY:
+        raise ValueError(f"{name} is on {x.device}, expected {CUDA_MEMORY}")
+    if x.dtype != dtype:
+        raise TypeError(f"{name} is {x.dtype}, expected {dtype}")
+    if not x.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {x.stride()}")
+    return x.data_ptr()
