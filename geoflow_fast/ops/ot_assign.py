@@ -48,6 +48,7 @@ def ot_assign(
     entropic plan), "sample" (a draw from each row, with `generator`) or "exact" (linear assignment without entropy,
     which uses every data row once). `eps`, `tol`, `max_iter` and `backend` are those of `sinkhorn`. On GPUs, points are
     rounded to float16 before their inner products are taken, and costs are kept in float16 where eps is at least 0.04.
+    A warning tells of a plan that was not solved, but not inside `torch.compile` or a CUDA graph.
     """
     points = _checked((image0, text0, image1, text1))
     eps, tol, max_iter = check_limits(eps, tol, max_iter)
