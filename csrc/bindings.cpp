@@ -122,7 +122,8 @@ void bind_interpolant(py::module_& m) {
                 return py::cast(masked_interpolant<double>(image0, text0, image1, text1, t, direction, drop, check, tolerance));
             return py::cast(masked_interpolant<float>(image0, text0, image1, text1, t, direction, drop, check, tolerance));
         },
-        "image0"_a, "text0"_a, "image1"_a, "text1"_a, "t"_a, "direction"_a, "drop"_a, "check"_a, "tolerance"_a);
+        "image0"_a, "text0"_a, "image1"_a, "text1"_a, "t"_a, "direction"_a, "drop"_a, "check"_a,
+        "tolerance"_a = geoflow::kUnitTolerance);
 }
 
 // Rows of standard normal numbers, each a function of its number; the seed has 64 bits, whatever its sign.

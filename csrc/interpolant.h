@@ -6,6 +6,9 @@
 
 namespace geoflow {
 
+// geometry.UNIT_TOLERANCE
+constexpr double kUnitTolerance = 1e-3;
+
 enum Direction : std::int8_t { kJoint = 0, kImageToText = 1, kTextToImage = 2 };
 
 // One sphere factor: inputs and outputs are row-major [rows, width] without gaps.

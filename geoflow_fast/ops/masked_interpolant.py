@@ -216,7 +216,7 @@ _forward = dispatch.operation(
     "masked_interpolant",
     masked_interpolant_operation,
     check=_check,
-    cpu=extension.backend(_cpu, dtypes=None),
+    cpu=dataclasses.replace(extension.bound("masked_interpolant", dtypes=None), function=_cpu),
     triton=dataclasses.replace(_KERNEL, function=_triton),
     fake=lambda image0, text0, *_: tuple(torch.empty_like(x) for x in (image0, text0, image0, text0)),
     rowwise=True,

@@ -28,7 +28,7 @@ def cases() -> dict[str, Case]:
     step = {"x": x, "v": x + 1, "h": 0.1, "v_free": x + 2, "guidance": 2.0}
     points = {name: functional.normalize(torch.randn(15, 4), dim=-1) for name in ("image0", "text0", "image1", "text1")}
     points |= {"t": torch.rand(15), "direction": streams["direction"], "drop": x[:, 0] > 0}
-    points |= {"check": True, "tolerance": 1e-3}
+    points |= {"check": True}
     scored = {"samples": torch.randn(3, 5, 4), "gallery": x, "kappa": 9.0}
     scored |= {"item_bias": torch.randn(15), "sample_bias": torch.randn(3, 5)}
     return {

@@ -201,3 +201,16 @@ def test_bad_rows_are_named(backend, name):
 def test_bad_input_is_refused_before_anything_is_computed(backend, change, error, message):
     with pytest.raises(error, match=message):
         gf.ops.masked_interpolant(**{**make(8, 6, 6), **change}, backend=backend)
+
+
+@pytest.mark.parametrize("tolerances", [-1.01, -0.99, 0.99, 1.01])
+def test_rows_are_unit_within_the_tolerance_of_geometry(tolerances):
+    """Compiled code has a copy of that number."""
+    batch = make(3, 6, 6)
+    batch["direction"].zero_()
+    batch["image1"] = batch["image1"] * (1 + tolerances * g.UNIT_TOLERANCE)
+    if abs(tolerances) < 1:
+        gf.ops.masked_interpolant(**batch)
+    else:
+        with pytest.raises(ValueError, match="image1 row 0"):
+            gf.ops.masked_interpolant(**batch)
