@@ -17,6 +17,7 @@ from geoflow_fast.ops import extension
 ROOT = Path(__file__).parents[2]
 LIBRARY = ROOT / "build" / "sanitize" / "lib"
 SUITE = (
+    "ops/test_border.py",
     "ops/test_native_fuzz.py",
     "reliability/test_widths.py",
     "ops/test_masked_interpolant.py",
