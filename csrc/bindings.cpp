@@ -603,6 +603,63 @@ void bind_gate_residual(py::module_& m) {
     m.def("gate_residual_backward", &gate_residual_backward, "grad"_a, "gate"_a, "value"_a, "layer_scale"_a, "keep"_a, "dropout"_a);
 }
 
+// A cross-gate on both streams: rows [2 B, H] and products [2 heads, B, 2 part], those of the image's heads first.
+struct CrossGate {
+    Rows<const float> rows, layer_scale;
+    const float* products;
+    const std::uint8_t* keep;
+    float factor;
+    geoflow::CrossShape shape;
+
+    CrossGate(const Tensor& rows_, const char* name, const Tensor& products_, const Tensor& layer_scale_, const Tensor& keep_,
+              double dropout)
+        : rows(geoflow::rows(rows_, name)), layer_scale(geoflow::dense(layer_scale_, "layer_scale")),
+          products(geoflow::dense(products_, "products").data),
+          keep(keep_.is_none() ? nullptr : reinterpret_cast<const std::uint8_t*>(geoflow::dense<bool>(keep_, "keep").data)),
+          factor(static_cast<float>(1 / (1 - dropout))) {
+        const auto& view = products_.view("products");
+        if (view.dimensions != 3 || view.shape[0] % 2 || view.shape[2] % 2)
+            throw py::value_error("products must be [2 heads, B, 2 part], got " + geoflow::text_of(view.shape, view.dimensions));
+        shape = {view.shape[1], view.shape[0] / 2, view.shape[2] / 2, 1};
+        const std::int64_t width = shape.heads * shape.part;
+        if (rows.count != 2 * shape.rows || rows.width != width)
+            throw py::value_error(std::string(name) + " must be [" + std::to_string(2 * shape.rows) + ", " + std::to_string(width) + "]");
+        if (layer_scale.count != 2 || layer_scale.width != width)
+            throw py::value_error("layer_scale must be [2, " + std::to_string(width) + "]");
+        if (!keep_.is_none()) check_shape(keep_, "keep", rows_, name);
+        if (!shape.rows || !width) throw geoflow::NotServed("there are no rows");
+        shape.threads = geoflow::threads_for(rows.count * width);
+    }
+};
+
+Result<float> cross_residual(const Tensor& residual, const Tensor& products, const Tensor& layer_scale, const Tensor& keep, double dropout) {
+    const CrossGate gate(residual, "residual", products, layer_scale, keep, dropout);
+    Result<float> y = result_like(residual, "residual");
+    compute(gate.rows.count * gate.rows.width, [&] {
+        geoflow::network_kernels().cross_residual(gate.shape, gate.factor, gate.rows, gate.products, gate.layer_scale.data, gate.keep,
+                                                  y.rows(gate.rows.width));
+    });
+    return y;
+}
+
+std::pair<Result<float>, Result<float>> cross_residual_backward(const Tensor& grad, const Tensor& products, const Tensor& layer_scale,
+                                                                const Tensor& keep, double dropout) {
+    const CrossGate gate(grad, "grad", products, layer_scale, keep, dropout);
+    const std::int64_t width = gate.rows.width;
+    const RowShape per_stream{gate.rows.count, width, gate.shape.rows, gate.shape.threads};
+    Result<float> d_products = result_like(products, "products"), partial({2 * geoflow::blocks_of(per_stream), width});
+    compute(gate.rows.count * width, [&] {
+        geoflow::network_kernels().cross_residual_backward(gate.shape, gate.factor, gate.rows, gate.products, gate.layer_scale.data,
+                                                           gate.keep, d_products.data(), partial.rows(width));
+    });
+    return {std::move(d_products), sum_blocks(std::move(partial), per_stream)};
+}
+
+void bind_cross_residual(py::module_& m) {
+    m.def("cross_residual", &cross_residual, "residual"_a, "products"_a, "layer_scale"_a, "keep"_a, "dropout"_a);
+    m.def("cross_residual_backward", &cross_residual_backward, "grad"_a, "products"_a, "layer_scale"_a, "keep"_a, "dropout"_a);
+}
+
 // One stream of the loss, and in which rows it is generated.
 struct LossStream {
     Rows<const float> v, target, x;
@@ -749,6 +806,7 @@ PYBIND11_MODULE(_C, m) {
     bind_adaln(m);
     bind_swiglu(m);
     bind_gate_residual(m);
+    bind_cross_residual(m);
     bind_flow_loss(m);
     bind_keep_mask(m);
     bind_segments(m, geoflow::network_kernels());

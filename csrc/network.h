@@ -36,6 +36,12 @@ struct SegmentShape {
     int threads;
 };
 
+// A cross-gate on B rows of each stream, with heads of `part` columns.
+struct CrossShape {
+    std::int64_t rows, heads, part;
+    int threads;
+};
+
 struct NetworkKernels {
     // y = (1 + scale) LayerNorm(x) + shift
     void (*adaln)(RowShape, float eps, RowsView x, RowsView shift, RowsView scale, RowsView y);
@@ -62,6 +68,13 @@ struct NetworkKernels {
     void (*gate_residual_backward)(RowShape, float factor, RowsView grad, RowsView gate, RowsView value,
                                    RowsView layer_scale, const std::uint8_t* keep, RowsView d_gate, RowsView d_value,
                                    RowsView partial);
+    // residual + layer_scale sigmoid(own gates) (values of the other stream), of both streams, [2 B, H]; products are
+    // [2 heads, B, 2 part], those of the image's heads first, and of each head the gates first. keep may be null.
+    void (*cross_residual)(const CrossShape&, float factor, RowsView residual, const float* products, const float* layer_scale,
+                           const std::uint8_t* keep, RowsView y);
+    // Gradients of the products, and partial sums of d_layer_scale: per stream ceil(B / 64) rows.
+    void (*cross_residual_backward)(const CrossShape&, float factor, RowsView grad, const float* products,
+                                    const float* layer_scale, const std::uint8_t* keep, float* d_products, RowsView partial);
     // Per row in which the stream is generated: loss [R, 1] += |e|^2, e the part of v - target tangent at x.
     void (*flow_loss)(RowShape, const std::uint8_t* generated, RowsView v, RowsView target, RowsView x, RowsView loss);
     // d_v = 2 grad e; zero in the other rows, which are not read. grad is [R, 1].

@@ -334,12 +334,13 @@ def swiglu_backward(grad: Tensor, gate: Tensor, value: Tensor | None) -> tuple[T
 
 
 @triton.jit
-def _head_columns(row, column, half, width, head_width):
-    """Where a row's gates stand in the products of a cross-gate, and the values that the other stream sends it."""
-    gate_column = (column // head_width) * (2 * head_width) + column % head_width
-    other = tl.where(row < half, row + half, row - half)
-    value_column = gate_column + head_width
-    return row[:, None] * (2 * width) + gate_column[None, :], other[:, None] * (2 * width) + value_column[None, :]
+def _cross_products(row, group, column, rows, width, head_width):
+    """Where the gates of a row stand in the products of a cross-gate, and the values that the other stream sends it."""
+    in_stream = row - group.to(tl.int64) * rows
+    head = (column // head_width).to(tl.int64)
+    at = (head[None, :] * rows + in_stream[:, None]) * (2 * head_width) + (column % head_width)[None, :]
+    stream = rows.to(tl.int64) * (2 * width)  # numbers in the products of a stream
+    return at + group * stream, at + (1 - group) * stream + head_width
 
 
 @row_kernel
@@ -350,7 +351,7 @@ def cross_residual_kernel(
     row, inside, group = _tile_rows(group_size, tiles, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     valid = inside[:, None] & (column < width)[None, :]
-    gate_at, value_at = _head_columns(row, column, group_size, width, head_width)
+    gate_at, value_at = _cross_products(row, group, column, group_size, width, head_width)
     branch = tl.load(products + value_at, mask=valid, other=0.0).to(tl.float32)
     branch *= _sigmoid(tl.load(products + gate_at, mask=valid, other=0.0).to(tl.float32))
     at = row[:, None] * width + column[None, :]
@@ -369,7 +370,7 @@ def cross_residual_backward_kernel(
     row, inside, group = _tile_rows(group_size, tiles, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     valid = inside[:, None] & (column < width)[None, :]
-    gate_at, value_at = _head_columns(row, column, group_size, width, head_width)
+    gate_at, value_at = _cross_products(row, group, column, group_size, width, head_width)
     dy = tl.load(grad + row[:, None] * grad_stride + column[None, :], mask=valid, other=0.0).to(tl.float32)
     if HAS_KEEP:
         at = row[:, None] * width + column[None, :]
@@ -385,7 +386,7 @@ def cross_residual_backward_kernel(
 
 
 def cross_residual(
-    residual: Tensor, products: Tensor, layer_scale: Tensor, keep: Tensor | None, dropout: float, heads: int
+    residual: Tensor, products: Tensor, layer_scale: Tensor, keep: Tensor | None, dropout: float
 ) -> Tensor:
     """See `cross_residual_reference`."""
     rows, width = residual.shape
@@ -395,15 +396,15 @@ def cross_residual(
     out = torch.empty((rows, width), dtype=residual.dtype, device=residual.device)
     launch(
         cross_residual_kernel, (2 * tiles, triton.cdiv(width, tile.columns)), residual, products, layer_scale,
-        _mask_bytes(keep, products), out, rows // 2, tiles, width, width // heads, residual.stride(0),
+        _mask_bytes(keep, products), out, rows // 2, tiles, width, products.shape[2] // 2, residual.stride(0),
         1 / (1 - dropout), HAS_KEEP=keep is not None, ROWS=tile.rows, COLUMNS=tile.columns, **tile.options,
     )  # fmt: skip
     return out
 
 
 def cross_residual_backward(
-    grad: Tensor, products: Tensor, layer_scale: Tensor, keep: Tensor | None, dropout: float, heads: int
-) -> tuple[Tensor, Tensor]:
+    grad: Tensor, products: Tensor, layer_scale: Tensor, keep: Tensor | None, dropout: float
+) -> Pair:
     """See `cross_residual_backward_reference`."""
     rows, width = grad.shape
     grad, products, layer_scale = by_rows(grad), products.contiguous(), layer_scale.contiguous()
@@ -413,8 +414,9 @@ def cross_residual_backward(
     partial = torch.empty((2, tiles, width), dtype=torch.float32, device=products.device)
     launch(
         cross_residual_backward_kernel, (2 * tiles, triton.cdiv(width, tile.columns)), grad, products, layer_scale,
-        _mask_bytes(keep, products), d_products, partial, rows // 2, tiles, width, width // heads, grad.stride(0),
-        1 / (1 - dropout), HAS_KEEP=keep is not None, ROWS=tile.rows, COLUMNS=tile.columns, **tile.options,
+        _mask_bytes(keep, products), d_products, partial, rows // 2, tiles, width, products.shape[2] // 2,
+        grad.stride(0), 1 / (1 - dropout), HAS_KEEP=keep is not None, ROWS=tile.rows, COLUMNS=tile.columns,
+        **tile.options,
     )  # fmt: skip
     return d_products, partial.sum(1).to(layer_scale.dtype)
 

@@ -198,7 +198,7 @@ def _cross_residual(
     def call() -> None:
         kept = _cuda(rows, width, dtype=torch.int8).view(torch.bool) if keep else None
         function = network.cross_residual_backward if backward else network.cross_residual
-        function(_cuda(rows, width), _cuda(rows, 2 * width, dtype=dtype), _cuda(2, width), kept, 0.05, 4)
+        function(_cuda(rows, width), _cuda(8, rows // 2, width // 2, dtype=dtype), _cuda(2, width), kept, 0.05)
 
     return call
 

@@ -233,6 +233,64 @@ void gate_residual_backward(RowShape shape, float factor, RowsView grad, RowsVie
     run(shape, factor, grad, gate, value, layer_scale, keep, d_gate, d_value, partial);
 }
 
+// ---- the end of a cross-gate on both streams ----
+//
+// Products are [2 heads, B, 2 part], those of the image's heads first: the gates of a stream's own rows, and then the values that it sends
+// to the other stream.
+
+using geoflow::CrossShape;
+
+template <class T>
+T* of_head(T* products, const CrossShape& shape, std::int64_t stream, std::int64_t head, std::int64_t row_of_stream) {
+    return products + ((stream * shape.heads + head) * shape.rows + row_of_stream) * 2 * shape.part;
+}
+
+template <bool kKeep>
+void cross_residual_of(const CrossShape& shape, float factor, RowsView residual, const float* products,
+                       const float* layer_scale, const std::uint8_t* keep, RowsView y) {
+    const std::int64_t part = shape.part, width = shape.heads * part;
+#pragma omp parallel for num_threads(shape.threads) schedule(static)
+    for (std::int64_t r = 0; r < 2 * shape.rows; ++r) {
+        const std::int64_t stream = r / shape.rows, own = r % shape.rows;
+        for (std::int64_t head = 0, first = 0; head < shape.heads; ++head, first += part)
+            gate_residual_row<true, kKeep>(row(residual, r) + first, of_head(products, shape, stream, head, own),
+                                           of_head(products, shape, 1 - stream, head, own) + part, layer_scale + stream * width + first,
+                                           kKeep ? keep + r * width + first : nullptr, factor, row(y, r) + first, part);
+    }
+}
+
+void cross_residual(const CrossShape& shape, float factor, RowsView residual, const float* products,
+                    const float* layer_scale, const std::uint8_t* keep, RowsView y) {
+    (keep ? cross_residual_of<true> : cross_residual_of<false>)(shape, factor, residual, products, layer_scale, keep, y);
+}
+
+template <bool kKeep>
+void cross_residual_backward_of(const CrossShape& shape, float factor, RowsView grad, const float* products,
+                                const float* layer_scale, const std::uint8_t* keep, float* d_products, RowsView partial) {
+    const std::int64_t part = shape.part, width = shape.heads * part;
+    const std::int64_t blocks = (shape.rows + geoflow::kReductionRows - 1) / geoflow::kReductionRows;
+#pragma omp parallel for num_threads(shape.threads) schedule(static)
+    for (std::int64_t b = 0; b < 2 * blocks; ++b) {
+        const std::int64_t stream = b / blocks, begin = b % blocks * geoflow::kReductionRows, end = begin + geoflow::kReductionRows;
+        std::memset(row(partial, b), 0, sizeof(float) * width);
+        for (std::int64_t own = begin; own < (end < shape.rows ? end : shape.rows); ++own) {
+            const std::int64_t r = stream * shape.rows + own;
+            for (std::int64_t head = 0, first = 0; head < shape.heads; ++head, first += part)
+                gate_residual_backward_row<true, kKeep>(
+                    row(grad, r) + first, of_head(products, shape, stream, head, own),
+                    of_head(products, shape, 1 - stream, head, own) + part, layer_scale + stream * width + first,
+                    kKeep ? keep + r * width + first : nullptr, factor, of_head(d_products, shape, stream, head, own),
+                    of_head(d_products, shape, 1 - stream, head, own) + part, row(partial, b) + first, part);
+        }
+    }
+}
+
+void cross_residual_backward(const CrossShape& shape, float factor, RowsView grad, const float* products,
+                             const float* layer_scale, const std::uint8_t* keep, float* d_products, RowsView partial) {
+    (keep ? cross_residual_backward_of<true> : cross_residual_backward_of<false>)(shape, factor, grad, products, layer_scale, keep,
+                                                                                  d_products, partial);
+}
+
 // <x, v - target>
 float error_along(const float* __restrict v, const float* __restrict target, const float* __restrict x,
                   std::int64_t width) {
@@ -491,7 +549,7 @@ void swiglu_segments(const geoflow::SegmentShape& shape, const void* wide, void*
 
 const geoflow::NetworkKernels kNetworkKernels = {
     adaln,         adaln_backward,         swiglu,    swiglu_backward,    adaln_segments, gate_adaln_segments, swiglu_segments,
-    gate_residual, gate_residual_backward, flow_loss, flow_loss_backward, keep_mask,
+    gate_residual, gate_residual_backward, cross_residual, cross_residual_backward, flow_loss, flow_loss_backward, keep_mask,
 };
 
 }  // namespace

@@ -22,7 +22,7 @@ from geoflow_fast.flow.anchor import Anchor
 from geoflow_fast.flow.config import GeoFlowConfig
 from geoflow_fast.flow.fields import Streams, VelocityFunction
 from geoflow_fast.flow.inference import InferenceNetwork, PreparedNetworks, PreparedVelocity
-from geoflow_fast.flow.modulation import InterpolatedRows, TimePoints
+from geoflow_fast.flow.modulation import TimePoints, interpolated_rows
 from geoflow_fast.flow.network import (
     Block,
     Conditioning,
@@ -219,22 +219,17 @@ class GeoFlow(Pretrained):
         Rows are sorted i2t, joint, t2i, with `counts` rows of each. Only the rows in which a stream is generated are
         returned: image rows after the i2t ones, text rows before the t2i ones.
         """
-        # A compiler makes its own products.
-        training = self.training and not torch.compiler.is_compiling()
-        modulation = self._row_modulation(t, counts, training=training)
-        outputs = self._network(image, text, modulation, counts, self.training, training=training)
+        outputs = self._network(image, text, self._row_modulation(t, counts), counts, self.training)
         return self._anchored(outputs, image, text, t, counts)
 
-    def _row_modulation(self, t: Tensor, counts: Counts, *, training: bool) -> tuple[Tensor, ...]:
+    def _row_modulation(self, t: Tensor, counts: Counts) -> tuple[Tensor, ...]:
         """4 depth shifts and scales [2, B, H] of rows sorted by direction, with times `t` [B]."""
-        if training and TimePoints.worthwhile(t, self.config.hidden):
+        if self.training and not torch.compiler.is_compiling() and TimePoints.worthwhile(t, self.config.hidden):
             points = TimePoints(t, counts)
             with torch.autocast("cpu", enabled=False):  # rounding to bfloat16 would be all that the check sees
                 c = torch.stack(self.conditioning.both((points.t, points.t), points.codes))
                 if points.resolve(c):
-                    at_points = self.modulation(c)
-                    rows: tuple[Tensor, ...] = InterpolatedRows.apply(at_points, points)  # type: ignore[no-untyped-call]
-                    return rows
+                    return interpolated_rows(self.modulation(c), points)
         # The rows in which a stream is given are at time zero; one row of its conditioning serves all of them.
         n_i2t, n_joint, _ = counts
         codes, end = row_directions(counts, t.device).long(), n_i2t + n_joint
@@ -242,7 +237,7 @@ class GeoFlow(Pretrained):
         image_t = torch.cat((t.new_zeros(n_i2t - first), t[n_i2t:]))
         text_t = torch.cat((t[:end], t.new_zeros(last - end)))
         image_c, text_c = self.conditioning.both((image_t, text_t), (codes[first:], codes[:last]))
-        return self.modulation.rows(image_c, text_c, counts, training=training)
+        return self.modulation.rows(image_c, text_c, counts)
 
     def to_flow(self, image: Tensor | None = None, text: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         """Maps embeddings [B, d] to the flow's coordinates: unchanged, or centred and reduced as `config` says."""
@@ -314,17 +309,15 @@ class GeoFlow(Pretrained):
         modulation: Sequence[Tensor],
         counts: Counts,
         dropping: bool = False,
-        *,
-        training: bool = False,
     ) -> Streams:
         """Decoder outputs of generated rows. `modulation`: 4 depth shifts and scales, each [2, 1 or B, H]. `dropping`:
-        whether there is dropout. `training`: as in `Block`."""
+        whether there is dropout."""
         dropout = self.config.dropout if dropping else 0.0
         h = wide(torch.stack([encode(encoder, x) for encoder, x in zip(self.encoders, (image, text))]))
         *blocks, last = self.blocks
         for number, block in enumerate(blocks):
-            h = block(h, modulation[4 * number : 4 * number + 4], dropout, training=training)
-        image, text = last(h, modulation[-4:], dropout, counts, training=training)
+            h = block(h, modulation[4 * number : 4 * number + 4], dropout)
+        image, text = last(h, modulation[-4:], dropout, counts)
         return decode(self.decoders[0], image), decode(self.decoders[1], text)
 
     def _anchored(self, outputs: Streams, image: Tensor, text: Tensor, t: float | Tensor, counts: Counts) -> Streams:

@@ -1,8 +1,8 @@
 """Shifts and scales of training rows that each have a time of their own.
 
 In each direction the conditioning of a stream is a function of time alone, and a smooth one. So the linear maps behind
-it, a quarter of the arithmetic of a step, need not see every row: `InterpolatedRows` takes shifts and scales at
-Chebyshev points and interpolates between them, where that is as exact as float32. `DirectRows` maps every row.
+it, a quarter of the arithmetic of a step, need not see every row: `interpolated_rows` takes shifts and scales at
+Chebyshev points and interpolates between them, where that is as exact as float32.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from geoflow_fast.directions import CONDITIONAL, Counts, Direction
-from geoflow_fast.ops.product import product, product_into
+from geoflow_fast.ops.product import product
 
 POINTS = 64
 """Chebyshev points in [0, 1], which resolve about eight oscillations."""
@@ -84,7 +82,8 @@ class TimePoints:
                 rows = ranges[direction]
                 segments.append(RowRange(rows, slice(1 + POINTS * number, 1 + POINTS * (number + 1)), weights[rows]))
             codes_of.append(codes)
-            self.segments.append([part for part in segments if part.rows.start < part.rows.stop])
+            own = [part for part in segments if part.rows.start < part.rows.stop]
+            self.segments.append(sorted(own, key=lambda part: part.rows.start))
         self.codes = codes_of[0], codes_of[1]
 
     @staticmethod
@@ -98,86 +97,17 @@ class TimePoints:
         return is_resolved(c.detach()[:, 1:].unflatten(1, (-1, POINTS)))
 
 
-class InterpolatedRows(torch.autograd.Function):
+def interpolated_rows(at_points: Tensor, points: TimePoints) -> tuple[Tensor, ...]:
     """Shifts and scales of rows, 4 depth tensors [2, B, H], from those at `TimePoints` [4 depth, 2, S, H]."""
 
-    @staticmethod
-    def forward(ctx: Any, at_points: Tensor, points: TimePoints) -> tuple[Tensor, ...]:
-        ctx.shape, ctx.points = at_points.shape, points
-        rows = max(part.rows.stop for part in points.segments[0])
-        outputs = []
-        for known in at_points:
-            out = known.new_empty(2, rows, known.shape[-1])
-            for stream, segments in enumerate(points.segments):
-                for part in segments:
-                    target, source = out[stream, part.rows], known[stream, part.points]
-                    target.copy_(source) if part.weights is None else product_into(target, part.weights, source)
-            outputs.append(out)
-        return tuple(outputs)
+    def of_stream(known: Tensor, segments: list[RowRange]) -> Tensor:
+        parts = []
+        for part in segments:
+            source = known[part.points]
+            count = part.rows.stop - part.rows.start
+            parts.append(source.expand(count, -1) if part.weights is None else product(part.weights, source))
+        return torch.cat(parts)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        d_points = grads[0].new_zeros(ctx.shape)
-        for d_known, grad in zip(d_points, grads):
-            for stream, segments in enumerate(ctx.points.segments):
-                for part in segments:
-                    source, target = grad[stream, part.rows], d_known[stream, part.points]
-                    if part.weights is None:
-                        torch.sum(source, 0, keepdim=True, out=target)
-                    else:
-                        product_into(target, part.weights.T, source)
-        return d_points, None
-
-
-class DirectRows(torch.autograd.Function):
-    """Shifts and scales of rows, 4 depth tensors [2, B, H], by one batched product per stream.
-
-    `image_c`: the conditioning of the image's rows, of which the i2t ones, where the image is given, share the first;
-    `text_c`: that of the text's rows, of which the t2i ones share the last. `weight` is [4 depth, 2, H, H] and `bias`
-    [4 depth, 2, 1, H].
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, image_c: Tensor, text_c: Tensor, weight: Tensor, bias: Tensor, counts: Counts
-    ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(image_c, text_c, weight)
-        ctx.counts = counts
-        out = image_c.new_empty(len(weight), 2, sum(counts), image_c.shape[1])
-        for stream, (c, rows) in enumerate(zip((image_c, text_c), _row_ranges(counts))):
-            c = c.expand(len(weight), -1, -1)
-            torch.baddbmm(bias[:, stream], c, weight[:, stream], out=out[:, stream, rows.mapped])
-            out[:, stream, rows.alike] = out[:, stream, rows.shared]
-        return out.unbind()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        image_c, text_c, weight = ctx.saved_tensors
-        grad, d_weight = torch.stack(grads), torch.empty_like(weight)
-        d_bias = grad.sum(2, keepdim=True)
-        d_c = []
-        for stream, (c, rows) in enumerate(zip((image_c, text_c), _row_ranges(ctx.counts))):
-            grad[:, stream, rows.shared] += grad[:, stream, rows.alike].sum(1, keepdim=True)
-            own = grad[:, stream, rows.mapped]
-            product_into(d_weight[:, stream], c.T.expand(len(weight), -1, -1), own)
-            d_c.append(product(own, weight[:, stream].mT).sum(0))
-        return d_c[0], d_c[1], d_weight, d_bias, None
-
-
-class _Rows(NamedTuple):
-    """Rows of a stream in a sorted batch: those with a conditioning of their own, of which `shared`, if it is not
-    empty, is the one that the rows `alike` take over."""
-
-    mapped: slice
-    shared: slice
-    alike: slice
-
-
-def _row_ranges(counts: Counts) -> tuple[_Rows, _Rows]:
-    n_i2t, n_joint, _ = counts
-    end, rows = n_i2t + n_joint, sum(counts)
-    first, last = max(n_i2t - 1, 0), min(end + 1, rows)
-    image = _Rows(slice(first, rows), slice(first, n_i2t), slice(0, first))
-    return image, _Rows(slice(0, last), slice(end, last), slice(last, rows))
+    return tuple(
+        torch.stack([of_stream(*part) for part in zip(known, points.segments)]) for known in at_points.unbind()
+    )

@@ -5,21 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from geoflow_fast import ops
 from geoflow_fast.directions import DIRECTIONS, Counts, Direction
 from geoflow_fast.flow.config import GeoFlowConfig
-from geoflow_fast.flow.modulation import DirectRows
 from geoflow_fast.ops.adaln import adaln_half_rows, adaln_rows
 from geoflow_fast.ops.cross_residual import cross_residual_rows
 from geoflow_fast.ops.gate_residual import gate_residual_rows
-from geoflow_fast.ops.product import add_product, product, product_into
+from geoflow_fast.ops.product import product
 from geoflow_fast.ops.swiglu import swiglu_rows
 
 FREQUENCIES = 64
@@ -147,20 +145,18 @@ class Block(nn.Module):
         modulation: Sequence[Tensor],
         dropout: float = 0.0,
         counts: Counts | None = None,
-        *,
-        training: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Returns the states [2, B, H] after both halves, given those before, h [2, B, H], and the block's four shifts
         and scales, each [2, 1 or B, H].
 
         The last block of a network is given `counts`, the rows of each direction in a sorted batch. It then computes
         and returns, as does a hook on it see, only the rows in which a stream is generated: image [B - n_i2t, H] and
-        text [B - n_t2i, H]. A step of `training` has products of its own, which can be differentiated once.
+        text [B - n_t2i, H].
         """
-        h = self.cross_gate(h, modulation[0], modulation[1], dropout, training=training)
+        h = self.cross_gate(h, modulation[0], modulation[1], dropout)
         if counts is None:
             return self.feed_forward(h, modulation[2], modulation[3], dropout)
-        states, shifts, scales = (generated_rows(x, counts, training=training) for x in (h, *modulation[2:]))
+        states, shifts, scales = (generated_rows(x, counts) for x in (h, *modulation[2:]))
         maps = zip(self.expand.streams(), self.contract.streams(), self.forward_scale.unbind())
         image, text = (
             self._feed(own, shift, scale, dropout, *parts, self.expand.weight.dtype)
@@ -168,34 +164,15 @@ class Block(nn.Module):
         )
         return image, text
 
-    def cross_gate(self, h: Tensor, shift: Tensor, scale: Tensor, dropout: float, *, training: bool = False) -> Tensor:
+    def cross_gate(self, h: Tensor, shift: Tensor, scale: Tensor, dropout: float) -> Tensor:
         """First half of the block on h [2, B, H]. Both streams read the states before either is updated."""
         rows, shifts, scales = h.flatten(0, 1), shift.flatten(0, 1), scale.flatten(0, 1)
         x = normalised(rows, shifts, scales, self.cross_weight.dtype).view(h.shape)
+        products = wide(head_products(x, self.cross_weight))
         keep = ops.keep_mask(rows.shape, dropout, h.device) if dropout else None
-        if training and h.is_cuda:
-            parts = in_product_dtype(x, self.cross_weight)
-            products = HeadProducts.apply(*parts).flatten(0, 1)  # type: ignore[no-untyped-call]
-            scale, heads = self.cross_scale.flatten(0, 1), self.cross_weight.shape[1]
-            return cross_residual_rows(rows, products, scale, keep, dropout, heads, "auto").view(h.shape)
-        gate, value = self.gate_and_value(x, training=training)
-        gated: Tensor = gate_residual_rows(rows, gate, value, self.cross_scale.flatten(0, 1), keep, dropout, "auto")
+        weight = self.cross_scale.flatten(0, 1)
+        gated: Tensor = cross_residual_rows(rows, products, weight, keep, dropout, "auto")
         return gated.view(h.shape)
-
-    def gate_and_value(self, x: Tensor, *, training: bool = False) -> tuple[Tensor, Tensor]:
-        """The gate of each stream and the value that the other stream sends it, [2 B, H] each, from x [2, B, H].
-
-        In `training`, products read and write heads where they stand. Else these are plain operations, which can also
-        be differentiated in forward mode and compiled.
-        """
-        if training:
-            gate, value = CrossProducts.apply(*in_product_dtype(x, self.cross_weight))  # type: ignore[no-untyped-call]
-            return wide(gate), wide(value)
-        heads, width = self.cross_weight.shape[1:3]
-        by_head = x.view(*x.shape[:2], heads, width).transpose(1, 2).to(self.cross_weight.dtype)
-        gate, value = torch.matmul(by_head, self.cross_weight).chunk(2, dim=-1)  # each [2, heads, B, width]
-        gate, value = (y.transpose(1, 2).reshape(-1, heads * width) for y in (gate, value.flip(0)))
-        return gate, value
 
     def feed_forward(self, h: Tensor, shift: Tensor, scale: Tensor, dropout: float) -> Tensor:
         """Second half of the block on h [2, B, H]."""
@@ -226,32 +203,13 @@ class Block(nn.Module):
         return fed.view(h.shape)
 
 
-def generated_rows(x: Tensor, counts: Counts, *, training: bool) -> tuple[Tensor, Tensor]:
+def generated_rows(x: Tensor, counts: Counts) -> tuple[Tensor, Tensor]:
     """The rows of x [2, B, H] in which a stream is generated, image [B - n_i2t, H] and text [B - n_t2i, H]; or, of
     [2, 1, H], the row that serves all."""
+    image, text = x.unbind()
     if x.shape[1] == 1 and sum(counts) != 1:
-        image, text = x.unbind()
         return image, text
-    if training:
-        image, text = GeneratedRows.apply(x, counts)  # type: ignore[no-untyped-call]
-        return image, text
-    return x[0, counts[0] :], x[1, : x.shape[1] - counts[2]]
-
-
-class GeneratedRows(torch.autograd.Function):
-    """`generated_rows`, whose gradients are written into one tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, counts: Counts) -> tuple[Tensor, Tensor]:
-        ctx.counts = counts
-        return x[0, counts[0] :], x[1, : x.shape[1] - counts[2]]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, image: Tensor, text: Tensor) -> tuple[Tensor, None]:
-        grad = image.new_zeros(2, sum(ctx.counts), image.shape[1])
-        grad[0, ctx.counts[0] :], grad[1, : len(text)] = image, text
-        return grad, None
+    return image[counts[0] :], text[: len(text) - counts[2]]
 
 
 def normalised(rows: Tensor, shifts: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -263,77 +221,17 @@ def normalised(rows: Tensor, shifts: Tensor, scales: Tensor, dtype: torch.dtype)
     return y
 
 
-def in_product_dtype(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Both factors of a product in the dtype of the weights or, under autocast, in that of autocast."""
-    device = x.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-    return x.to(dtype), weight.to(dtype)
-
-
 def wide(x: Tensor) -> Tensor:
     """What a product of bfloat16 numbers returns, for an operation on its elements: the compiled ones for CPUs work in
     float32, those for GPUs in any dtype."""
     return x.float() if x.dtype == torch.bfloat16 and x.device.type == "cpu" else x
 
 
-class CrossProducts(torch.autograd.Function):
-    """Gates and values [2 B, H] of a cross-gate, from x [2, B, H] and its weights [2, heads, width, 2 width]."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(x, weight)
-        gate, value = torch.empty_like(x), torch.empty_like(x)
-        heads, width = weight.shape[1:3]
-        for stream in range(2):
-            by_head = _by_head(x[stream], heads)
-            product_into(_by_head(gate[stream], heads), by_head, weight[stream, ..., :width])
-            product_into(_by_head(value[1 - stream], heads), by_head, weight[stream, ..., width:])
-        return gate.flatten(0, 1), value.flatten(0, 1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_gate: Tensor, d_value: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        d_x, d_weight = torch.empty_like(x), torch.empty_like(weight)
-        heads, width = weight.shape[1:3]
-        d_gate, d_value = d_gate.view(x.shape), d_value.view(x.shape)
-        for stream in range(2):
-            by_head, target = _by_head(x[stream], heads).mT, _by_head(d_x[stream], heads)
-            to_gate, to_value = _by_head(d_gate[stream], heads), _by_head(d_value[1 - stream], heads)
-            product_into(target, to_gate, weight[stream, ..., :width].mT)
-            add_product(target, to_value, weight[stream, ..., width:].mT)
-            product_into(d_weight[stream, ..., :width], by_head, to_gate)
-            product_into(d_weight[stream, ..., width:], by_head, to_value)
-        return d_x, d_weight
-
-
-class HeadProducts(torch.autograd.Function):
-    """The products [2, B, 2 H] of all heads of x [2, B, H] with weights [2, heads, width, 2 width]: one batched product
-    per stream, whose result `cross_residual_rows` reads where it stands."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        products = x.new_empty(*x.shape[:2], 2 * x.shape[2])
-        for stream, own in enumerate(weight):
-            torch.bmm(_by_head(x[stream], len(own)), own, out=_by_head(products[stream], len(own)))
-        return products
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        d_x, d_weight = torch.empty_like(x), torch.empty_like(weight)
-        for stream, own in enumerate(weight):
-            by_head = _by_head(grad[stream], len(own))
-            torch.bmm(by_head, own.mT, out=_by_head(d_x[stream], len(own)))
-            torch.bmm(_by_head(x[stream], len(own)).mT, by_head, out=d_weight[stream])
-        return d_x, d_weight
-
-
-def _by_head(x: Tensor, heads: int) -> Tensor:
-    """Rows [B, H] as [heads, B, width], without a copy."""
-    return x.unflatten(1, (heads, -1)).transpose(0, 1)
+def head_products(x: Tensor, weight: Tensor) -> Tensor:
+    """The products [2 heads, B, 2 width] of the heads of both streams, x [2, B, heads * width], with their `weight` [2,
+    heads, width, 2 width]."""
+    by_head = x.unflatten(2, (weight.shape[1], -1)).transpose(1, 2).to(weight.dtype)
+    return product(by_head.flatten(0, 1), weight.flatten(0, 1))
 
 
 class Modulation(nn.Module):
@@ -352,24 +250,22 @@ class Modulation(nn.Module):
         """[2, S, H] -> [4 depth, 2, S, H]."""
         return torch.matmul(c, self.weight) + self.bias
 
-    def rows(self, image_c: Tensor, text_c: Tensor, counts: Counts, *, training: bool) -> tuple[Tensor, ...]:
-        """4 depth tensors [2, B, H] for the rows of a sorted batch; `DirectRows` describes the arguments.
-
-        A step of `training` has two products. Else these are plain operations, which can also be differentiated in
-        forward mode and compiled.
-        """
-        if not training:
-            n_i2t, _, n_t2i = counts
-            image_rows = torch.cat((image_c[:1].expand(max(n_i2t - 1, 0), -1), image_c))
-            text_rows = torch.cat((text_c, text_c[-1:].expand(max(n_t2i - 1, 0), -1)))
-            c = torch.stack((image_rows, text_rows))
-            return tuple(torch.baddbmm(bias, c, weight) for weight, bias in zip(self.weight, self.bias))
-        parts: tuple[Tensor, ...] = (image_c, text_c, self.weight, self.bias)
-        device = image_c.device.type
-        if torch.is_autocast_enabled(device):
-            parts = tuple(x.to(torch.get_autocast_dtype(device)) for x in parts)
-        rows: tuple[Tensor, ...] = DirectRows.apply(*parts, counts)  # type: ignore[no-untyped-call]
-        return rows
+    def rows(self, image_c: Tensor, text_c: Tensor, counts: Counts) -> tuple[Tensor, ...]:
+        """4 depth tensors [2, B, H] for the rows of a sorted batch, from the conditioning of each stream. Of the
+        image's, the i2t rows, in which it is given, share the first; of the text's, the t2i rows share the last."""
+        n_i2t, n_joint, n_t2i = counts
+        rows = []
+        for stream, c in enumerate((image_c, text_c)):
+            c = c.to(self.weight.dtype).expand(len(self.weight), -1, -1)
+            rows.append(torch.baddbmm(self.bias[:, stream], c, self.weight[:, stream]))
+        image, text = rows
+        if n_i2t:
+            shared, image = image.split((1, n_joint + n_t2i), dim=1)
+            image = torch.cat((shared.expand(-1, n_i2t, -1), image), dim=1)
+        if n_t2i:
+            text, shared = text.split((n_i2t + n_joint, 1), dim=1)
+            text = torch.cat((text, shared.expand(-1, n_t2i, -1)), dim=1)
+        return torch.stack((image, text), dim=1).unbind()
 
 
 def shared_modulations(conditioning: Conditioning, modulation: Modulation, t: Tensor, direction: Direction) -> Tensor:

@@ -136,7 +136,8 @@ def operation(
     in forward mode, torch differentiates the reference, or the function `forward_mode` if it is given, unless the
     operation is not `differentiable`. `fake` computes the shapes of the results; the reference does unless it is given.
     `rowwise`: in all tensors the first dimension counts rows, or groups of as many consecutive rows each, so that
-    `vmap` may stack the rows of all examples, and where there are no rows the reference serves for every backend.
+    `vmap` may stack the rows of all examples; it goes over the examples of any other operation. Where there are no rows
+    the reference serves for every backend.
     `part_of` names the operation that this one is a pass of. Backends that `choose` hands to a caller may take
     a keyword `out`, a tuple of tensors to write the results to.
     """
@@ -154,7 +155,8 @@ def operation(
         if check is not None:
             check(*inputs[:-1])
         backend = choose(name, inputs[0], inputs[-1], inputs)
-        return (plain if rowwise and inputs[0].shape[0] == 0 else backend)(*inputs[:-1])
+        no_rows = (rowwise or derivatives is not None) and inputs[0].shape[0] == 0
+        return (plain if no_rows else backend)(*inputs[:-1])
 
     def run_on_cpu(*inputs: Any) -> Any:
         module = compiled.extension() if inputs[-1] == "auto" else None
@@ -177,8 +179,8 @@ def operation(
         if compiled.bound:
             LIBRARY.impl(name, run_on_cpu, "CPU")
         torch.library.register_fake(f"geoflow::{name}", infer_shapes, lib=LIBRARY)
-        if rowwise:
-            torch.library.register_vmap(f"geoflow::{name}", _over_stacked_rows(overload), lib=LIBRARY)
+        rule = _over_stacked_rows(overload) if rowwise else _over_examples(overload)
+        torch.library.register_vmap(f"geoflow::{name}", rule, lib=LIBRARY)
         return overload
 
     def twin(*inputs: Any) -> Any:
@@ -343,6 +345,22 @@ def _over_stacked_rows(overload: torch._ops.OpOverload[..., Any]) -> Callable[..
         if isinstance(results, Tensor):
             return results.view(examples, len(results) // examples, *results.shape[1:]), 0
         parts = tuple(x.view(examples, len(x) // examples, *x.shape[1:]) for x in results)
+        return parts, (0,) * len(parts)
+
+    return rule
+
+
+def _over_examples(overload: torch._ops.OpOverload[..., Any]) -> Callable[..., Any]:
+    """The rule by which `vmap` runs any other operation: example by example."""
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
+        def example(number: int) -> Any:
+            return overload(*(x if dim is None else x.select(dim, number) for x, dim in zip(inputs, in_dims)))
+
+        results = [example(number) for number in range(info.batch_size)]
+        if isinstance(results[0], Tensor):
+            return torch.stack(results), 0
+        parts = tuple(torch.stack(part) for part in zip(*results))
         return parts, (0,) * len(parts)
 
     return rule

@@ -38,14 +38,6 @@ def product_into(out: Tensor, x: Tensor, weight: Tensor) -> None:
         (torch.bmm if x.dim() == 3 else torch.mm)(x, weight, out=out)
 
 
-def add_product(out: Tensor, x: Tensor, weight: Tensor) -> None:
-    """Adds x @ weight, [n, R, in] and [n, in, out], to `out`, without derivatives."""
-    if served(x, weight):
-        out += _onednn(x, weight)
-    else:
-        out.baddbmm_(x, weight)
-
-
 def served(x: Tensor, weight: Tensor) -> bool:
     """Whether another library than torch's usual one multiplies these."""
     return (

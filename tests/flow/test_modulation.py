@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import geoflow_fast as gf
-from geoflow_fast.flow import modulation
+from geoflow_fast.flow import model, modulation
 from geoflow_fast.flow.modulation import POINTS, chebyshev, interpolation_weights, is_resolved
-from geoflow_fast.flow.network import Block
 from tests.samples import shaken
 
 WIDE = gf.GeoFlowConfig(6, 5, hidden=192, depth=2, heads=3, dropout=0.0, layer_scale=0.3)
@@ -41,15 +40,11 @@ def outputs_and_gradients(flow: gf.GeoFlow, counts: tuple[int, int, int]) -> lis
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("config", [WIDE, NARROW], ids=["interpolated", "direct"])
 def test_a_training_step_computes_what_float64_does(monkeypatch, config, counts):
-    used = []
-    for kind in (modulation.InterpolatedRows, modulation.DirectRows):
-        forward = kind.forward
-        monkeypatch.setattr(
-            kind, "forward", staticmethod(lambda *a, kind=kind, forward=forward: used.append(kind) or forward(*a))
-        )
+    used, interpolate = [], modulation.interpolated_rows
+    monkeypatch.setattr(model, "interpolated_rows", lambda *a: used.append(config) or interpolate(*a))
     flow = random_flow(config)
     results = outputs_and_gradients(flow.train(), counts)
-    assert used == [modulation.InterpolatedRows if config is WIDE else modulation.DirectRows]
+    assert used == ([WIDE] if config is WIDE else [])
     expected = outputs_and_gradients(random_flow(config).double().eval(), counts)
     assert len(results) == len(expected)
     for ours, truth in zip(results, expected):
@@ -79,28 +74,12 @@ def test_constants_are_resolved(value):
 
 
 def test_a_conditioning_that_is_not_resolved_is_computed_for_every_row(monkeypatch):
-    monkeypatch.setattr(modulation.InterpolatedRows, "forward", None)
+    monkeypatch.setattr(model, "interpolated_rows", None)
     config = dataclasses.replace(WIDE, time_scale=64.0)
     flow = random_flow(config)
     ours = outputs_and_gradients(flow.train(), (100, 100, 100))[:2]
     expected = outputs_and_gradients(random_flow(config).eval(), (100, 100, 100))[:2]
     torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("rows", [1, 7, 129])
-def test_cross_products_are_those_of_plain_operations(rows):
-    torch.manual_seed(0)
-    block = Block(WIDE)
-    with torch.no_grad():
-        block.cross_weight.normal_()
-    x = torch.randn(2, rows, WIDE.hidden, requires_grad=True)
-    along = torch.randn(2, 2 * rows, WIDE.hidden)
-    results = []
-    for training in (False, True):
-        outputs = block.gate_and_value(x, training=training)
-        gradients = torch.autograd.grad(sum((y * a).sum() for y, a in zip(outputs, along)), (x, block.cross_weight))
-        results.append([*outputs, *gradients])
-    torch.testing.assert_close(results[1], results[0], atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [40, 300])

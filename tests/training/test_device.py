@@ -12,8 +12,6 @@ import pytest
 import torch
 
 import geoflow_fast as gf
-from geoflow_fast.flow.network import Block, HeadProducts
-from geoflow_fast.ops.cross_residual import cross_residual_rows
 from geoflow_fast.runtime.late import LateValues
 from geoflow_fast.training.batches import Batch, BatchMaker, OwnStream, tensors_of
 from geoflow_fast.training.device_rows import DeviceRows, send
@@ -253,26 +251,6 @@ def test_gradients_of_the_twin_are_those_of_float32_but_for_rounding():
         return float(torch.stack([(x - exact[name]).norm() for name, x in gradients.items()]).norm())
 
     assert 0 < error({name: x.grad for name, x in flow.named_parameters()}) < 1.5 * error(rounded)
-
-
-@pytest.mark.parametrize("rows", [1, 7, 129])
-def test_products_of_all_heads_are_those_of_plain_operations(rows):
-    torch.manual_seed(0)
-    block = Block(dataclasses.replace(SHAPE, hidden=24, heads=3))
-    with torch.no_grad():
-        block.cross_weight.normal_()
-        block.cross_scale.normal_()
-    x, residual = (torch.randn(2, rows, 24, requires_grad=True) for _ in range(2))
-    keep, along = torch.rand(2 * rows, 24) < 0.8, torch.randn(2 * rows, 24)
-    wanted = (x, residual, block.cross_weight, block.cross_scale)
-    gate, value = block.gate_and_value(x)
-    scale = block.cross_scale.flatten(0, 1)
-    plain = gf.ops.gate_residual(residual.flatten(0, 1), gate, value, scale, keep=keep, dropout=0.2)
-    products = HeadProducts.apply(x, block.cross_weight).flatten(0, 1)
-    ours = cross_residual_rows(residual.flatten(0, 1), products, scale, keep, 0.2, 3, "auto")
-    torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-5)
-    gradients = [torch.autograd.grad((y * along).sum(), wanted) for y in (ours, plain)]
-    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-5)
 
 
 def test_an_eps_that_no_plan_can_have_is_refused_before_the_run_begins():

@@ -347,10 +347,10 @@ ROW_CALLS = {
     "counter_noise": lambda rows: geodesic.counter_noise(cuda(rows, dtype=torch.int64), 96, 2**62 + 1, rows, 1, True),
     "unit_rows": lambda rows: geodesic.unit_rows(cuda(2 * rows, 96), cuda(rows, dtype=torch.int64)),
     "cross_residual": lambda rows: network.cross_residual(
-        cuda(2 * rows, 96), cuda(2 * rows, 192), cuda(2, 96), None, 0.0, 4
+        cuda(2 * rows, 96), cuda(8, rows, 48), cuda(2, 96), None, 0.0
     ),
     "cross_residual_backward": lambda rows: network.cross_residual_backward(
-        cuda(2 * rows, 96), cuda(2 * rows, 192), cuda(2, 96), None, 0.0, 4
+        cuda(2 * rows, 96), cuda(8, rows, 48), cuda(2, 96), None, 0.0
     ),
     "segment_adaln": functools.partial(segment_call, "adaln"),
     "segment_gate_adaln": functools.partial(segment_call, "gate_adaln"),

@@ -95,12 +95,12 @@ def test_cross_residual_is_that_of_the_reference(rows, heads, head_width, dtype,
     torch.manual_seed(0)
     width = heads * head_width
     residual, grad = rows_with_gaps(2 * rows, width, torch.float32), rows_with_gaps(2 * rows, width, torch.float32)
-    products, scale = torch.randn(2 * rows, 2 * width).to(dtype), torch.randn(2, width)
+    products, scale = torch.randn(2 * heads, rows, 2 * head_width).to(dtype), torch.randn(2, width)
     keep = torch.rand(2 * rows, width) < 0.7 if dropped else None
-    y = network.cross_residual(residual, products, scale, keep, 0.3, heads)
-    exact = residual.double(), products.double(), scale.double(), keep, 0.3, heads
+    y = network.cross_residual(residual, products, scale, keep, 0.3)
+    exact = residual.double(), products.double(), scale.double(), keep, 0.3
     assert_close(y, cross_residual_reference(*exact))
-    d_products, d_scale = network.cross_residual_backward(grad, products, scale, keep, 0.3, heads)
+    d_products, d_scale = network.cross_residual_backward(grad, products, scale, keep, 0.3)
     expected = cross_residual_backward_reference(grad.double(), *exact[1:])
     assert_close(d_products, expected[0], dtype)
     assert_close(d_scale, expected[1], scale=rows)
