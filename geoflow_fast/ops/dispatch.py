@@ -155,7 +155,7 @@ def operation(
         if check is not None and inputs[0].is_cpu:  # `call` has checked others
             check(*inputs[:-1])
         backend = choose(name, inputs[0], inputs[-1], inputs)
-        no_rows = (rowwise or derivatives is not None) and inputs[0].shape[0] == 0
+        no_rows = (rowwise or derivatives is not None or part_of is not None) and inputs[0].shape[0] == 0
         return (plain if no_rows else backend)(*inputs[:-1])
 
     def run_on_cpu(*inputs: Any) -> Any:

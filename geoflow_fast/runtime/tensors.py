@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -73,7 +74,16 @@ def load_tensors(
     is a ValueError that names it."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
-    with contents_of(path, "truncated or not a safetensors file"), safe_open(path, framework="pt") as file:
+    # safetensors opens its path twice, and a writer may replace the file between: that of an open file stays the same.
+    with contents_of(path, "truncated or not a safetensors file"), path.open("rb") as opened:
+        name = f"/dev/fd/{opened.fileno()}" if os.name == "posix" else path
+        return _read(name, path, kind, device)
+
+
+def _read(
+    name: str | Path, path: Path, kind: str, device: torch.device | str
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    with safe_open(name, framework="pt") as file:
         metadata = file.metadata() or {}
         version = metadata.get("geoflow_version")
         if version is None:

@@ -84,7 +84,7 @@ def leaves(inputs: tuple[object, ...]) -> list[object]:
     return [x.clone().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs]
 
 
-@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("backend", ["auto", pytest.param("reference", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_registrations_are_right(name, backend):
     """Schema, shapes of the results, derivatives and their tracing, as torch checks them."""
