@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -43,7 +43,9 @@ class Allowed:
         mask that leaves an item to every query is a TypeError or a ValueError, which names the query."""
         if allowed is None:
             return None
-        mask = torch.from_numpy(checks.array(allowed, "allowed")) if isinstance(allowed, np.ndarray) else allowed
+        mask: Any = allowed
+        if isinstance(allowed, np.ndarray):  # which torch may not read where it stands
+            mask = torch.from_numpy(np.require(checks.array(allowed, "allowed"), requirements=("C", "W")))
         mask = checks.dense(mask, "allowed", has_values=True)
         if mask.dtype != torch.bool:
             raise TypeError(f"allowed must be a boolean mask over the items, got {mask.dtype}")

@@ -488,8 +488,9 @@ class BayesReranker(nn.Module):
             chosen = self._closest_calls(gaps, cheap).nonzero().squeeze(1)
             if advance is not None:
                 advance(len(queries) - len(chosen))
-            with_flow = in_batches(lambda rows: answers(chosen[rows], True), len(chosen), size)
-            put_rows(reranked, chosen, with_flow)
+            if len(chosen):
+                with_flow = in_batches(lambda rows: answers(chosen[rows], True), len(chosen), size)
+                put_rows(reranked, chosen, with_flow)
         return dataclasses.replace(reranked, query_ids=query_ids, item_ids=self.gallery.ids)
 
     def _bank_level(self, queries: Tensor, calibration: Calibration) -> BankLevel | None:

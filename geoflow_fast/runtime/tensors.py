@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -76,13 +75,11 @@ def load_tensors(
         raise FileNotFoundError(f"{path} does not exist")
     # safetensors opens its path twice, and a writer may replace the file between: that of an open file stays the same.
     with contents_of(path, "truncated or not a safetensors file"), path.open("rb") as opened:
-        name = f"/dev/fd/{opened.fileno()}" if os.name == "posix" else path
-        return _read(name, path, kind, device)
+        same = Path(f"/dev/fd/{opened.fileno()}")
+        return _read(same if same.exists() else path, path, kind, device)
 
 
-def _read(
-    name: str | Path, path: Path, kind: str, device: torch.device | str
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _read(name: Path, path: Path, kind: str, device: torch.device | str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     with safe_open(name, framework="pt") as file:
         metadata = file.metadata() or {}
         version = metadata.get("geoflow_version")

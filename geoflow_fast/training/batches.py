@@ -247,7 +247,7 @@ class BatchMaker:
         plan = draw_batch_plan(
             config.batch_size, self.joint_share(step), config.p_drop, generator, fixed=config.fixed_directions
         )
-        every = np.arange(config.batch_size)
+        every = np.arange(config.batch_size, dtype=np.int64)
         own = every[self.share]
         groups = [group for group in coupling_groups(plan.counts, config) if group[2] != "independent"]
         made = np.unique(np.concatenate([own, *(every[rows] for rows, _, _ in groups)]))
@@ -324,7 +324,7 @@ class BatchMaker:
         plan = draw_batch_plan(rows, self.config.p_joint, 0.0, generator)
         # Directions are sorted, so the pairs must be shuffled.
         index = index[torch.randperm(rows, generator=generator, device="cpu").numpy()]
-        own = np.arange(rows)[self.share]
+        own = np.arange(rows, dtype=np.int64)[self.share]
         mine = plan.select(own)
         noise = self._noise("validation noise", number, torch.from_numpy(own).to(self.device))
         t, codes, drop = (x.to(self.device) for x in (mine.t, mine.direction, mine.drop))

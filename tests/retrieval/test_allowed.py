@@ -349,9 +349,10 @@ def test_bad_masks_are_named(call):
 @pytest.mark.parametrize("call", CALLS)
 def test_masks_of_numpy_and_with_strides(call):
     queries, mask = unit(QUERIES, DIM, seed=1), masks()["by query"]
+    backwards, fixed = mask.numpy()[::-1].copy()[::-1], mask.numpy().copy()
+    fixed.setflags(write=False)
     results = [
-        CALLS[call](queries, allowed=each)
-        for each in (mask, mask.numpy(), mask.T.contiguous().T, mask.numpy()[::-1][::-1])
+        CALLS[call](queries, allowed=each) for each in (mask, mask.numpy(), mask.T.contiguous().T, backwards, fixed)
     ]
     values = [list(tensors(x).values()) if dataclasses.is_dataclass(x) else list(x) for x in results]
     for other in values[1:]:
