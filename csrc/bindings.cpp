@@ -3,7 +3,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdint>
 #include <functional>
 #include <numeric>
@@ -85,6 +87,8 @@ using Four = std::tuple<Result<T>, Result<T>, Result<T>, Result<T>>;
 template <class T>
 Four<T> masked_interpolant(const Tensor& image0_, const Tensor& text0_, const Tensor& image1_, const Tensor& text1_, const Tensor& t_,
                            const Tensor& direction_, const Tensor& drop_, bool check, double tolerance) {
+    check_matrix(image0_, "image0", 2);
+    check_matrix(text0_, "text0", 2);
     const auto image0 = geoflow::dense<T>(image0_, "image0"), text0 = geoflow::dense<T>(text0_, "text0");
     const auto image1 = geoflow::dense<T>(image1_, "image1"), text1 = geoflow::dense<T>(text1_, "text1");
     check_shape(image1_, "image1", image0_, "image0");
@@ -450,7 +454,10 @@ Result<float> adaln(const Tensor& x_, const Tensor& shift_, const Tensor& scale_
     const auto x = rows(x_, "x"), shift = rows(shift_, "shift"), scale = rows(scale_, "scale");
     if (!x.width) throw py::value_error("x must have at least one column");
     const RowShape shape = shape_of(x, shift, "shift");
-    if (scale.count != shift.count || scale.width != shift.width) throw py::value_error("shift and scale must have one shape and dtype");
+    const auto &first = shift_.view("shift"), &second = scale_.view("scale");
+    if (first.dimensions != second.dimensions || !std::equal(first.shape, first.shape + first.dimensions, second.shape))
+        throw py::value_error("shift and scale must have one shape and dtype");
+    if (!std::isfinite(eps)) throw py::value_error("eps must be finite, got " + std::to_string(eps));
     Result<float> y = result_like(x_, "x");
     compute(x.count * x.width, [&] {
         geoflow::network_kernels().adaln(shape, static_cast<float>(eps), x, shift, scale, y.rows(x.width));
@@ -746,6 +753,7 @@ Rows<const float> needed(const Tensor& y, const char* name, const Tensor& x) {
 }
 
 Result<float> tangent_step(const Tensor& x_, const Tensor& v_, double h, const Tensor& v_free_, double guidance, bool renormalise) {
+    check_matrix(x_, "x", 1);
     const auto x = rows(x_, "x"), v = needed(v_, "v", x_), v_free = beside(v_free_, "v_free", x_);
     Result<float> y = result_like(x_, "x");
     const RowShape shape = shape_of(x);

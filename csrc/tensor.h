@@ -234,6 +234,14 @@ inline void check_shape(const Tensor& x, const char* name, const Tensor& like, c
                           ", got " + text_of(seen.shape, seen.dimensions));
 }
 
+// Refuses what is no matrix [B, d] with d of at least `least`.
+inline void check_matrix(const Tensor& x, const char* name, std::int64_t least) {
+    const dlpack::View& seen = x.view(name);
+    if (seen.dimensions == 2 && seen.shape[1] >= least) return;
+    throw py::value_error(std::string(name) + " must be [B, d]" + (least > 1 ? " with d >= " + std::to_string(least) : "") + ", got " +
+                          text_of(seen.shape, seen.dimensions));
+}
+
 // Whether results are filled with NaN before a kernel gets them, so that tests see what it leaves unwritten.
 inline bool fill_results = false;
 

@@ -87,7 +87,6 @@ class InferenceNetwork:
     lets float32 products on a GPU use TF32. Activations are kept in buffers that every call uses again, so the tangents
     it returns are good until the next call."""
 
-    @torch.no_grad()
     def __init__(
         self,
         flow: GeoFlow,
@@ -104,7 +103,8 @@ class InferenceNetwork:
         """The type of states, and of all that is not a product."""
         self.number_of = {direction: number for number, direction in enumerate(dict.fromkeys(directions))}
         self.time_number = {t: number for number, t in enumerate(times)}
-        self.modulations = self._all_modulations(list(self.number_of), times)
+        with torch.no_grad(), self._plain_products():
+            self.modulations = self._all_modulations(list(self.number_of), times)
         self.blocks = cast(list[Block], list(flow.blocks))
         self.weights = [
             [self._product_weight(w) for w in (block.cross_weight, block.expand.weight, block.contract.weight)]
@@ -143,10 +143,16 @@ class InferenceNetwork:
         shift, scale = (torch.stack([getattr(norm, name) for norm in norms]) for name in ("bias", "weight"))
         return shift.to(self.work), scale.to(self.work) - 1, norms[0].eps
 
+    def _plain_products(self) -> contextlib.AbstractContextManager[Any]:
+        """Products of the weights' own type: what is kept must not depend on the context of the call that made it."""
+        return torch.autocast(self.device.type, enabled=False)
+
+    @torch.no_grad()
     def encode(self, given: Tensor, stream: int) -> Tensor:
         """The encoding [B, H] of the points [B, d] of a stream that does not move."""
         linear, _ = cast(Iterable[Any], self.flow.encoders[stream])
-        rows = torch.nn.functional.linear(given.to(linear.weight.dtype), linear.weight, linear.bias).to(self.work)
+        with self._plain_products():
+            rows = torch.nn.functional.linear(given.to(linear.weight.dtype), linear.weight, linear.bias).to(self.work)
         shift, scale, eps = self.encoder_norm
         return torch.nn.functional.layer_norm(rows, rows.shape[-1:], scale[stream] + 1, shift[stream], eps)
 
@@ -158,7 +164,7 @@ class InferenceNetwork:
         if not any(pairs for _, pairs in (solve.size for solve in solves)):  # the kernels take at least one row
             streams = [(number, stream) for number, solve in enumerate(solves) for stream in solve.direction.generated]
             return {(n, stream): (solves[n].points[stream], solves[n].tangents[stream]) for n, stream in streams}
-        with torch.autocast(self.device.type, enabled=False), tf32_products(self.tf32, self.device):
+        with self._plain_products(), tf32_products(self.tf32, self.device):
             return self._evaluate(self.modulations[self.time_number[t]], solves)
 
     def _evaluate(self, modulation: Tensor, solves: Sequence[Solve]) -> dict[tuple[int, int], Dual]:

@@ -157,7 +157,9 @@ class GeoFlow(Pretrained):
         products, tf32 = product_dtype(precision, like, rows), precision == "tf32" and like.is_cuda
         arguments = tuple(directions), tuple(dict.fromkeys(times)), products, tf32
         kept = PreparedNetworks() if self.training else self._prepared
-        with kept.lent(arguments, lambda: InferenceNetwork(self, *arguments)) as network:
+        # Tensors that are made in inference mode cannot be written to outside of it.
+        key = arguments, torch.is_inference_mode_enabled()
+        with kept.lent(key, lambda: InferenceNetwork(self, *arguments)) as network:
             yield network
 
     @contextlib.contextmanager
@@ -187,8 +189,8 @@ class GeoFlow(Pretrained):
         return self._prepared.graphs
 
     def refresh(self) -> None:
-        """Drops what calls in eval mode have prepared from the weights. Call it after you wrote to weights of a flow in
-        eval mode; `train`, `load_state_dict` and `to` do it themselves."""
+        """Drops what calls in eval mode have prepared. Call it after you changed weights, buffers or the manifold of a
+        flow in eval mode; `train`, `load_state_dict` and `to` do it themselves."""
         self._prepared.clear()
 
     def train(self, mode: bool = True) -> GeoFlow:
@@ -199,14 +201,16 @@ class GeoFlow(Pretrained):
 
     def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
         """Loads weights, as every module's `load_state_dict` does."""
-        outcome = super().load_state_dict(*arguments, **options)
-        self.refresh()
-        return outcome
+        try:
+            return super().load_state_dict(*arguments, **options)
+        finally:  # tensors that fit are loaded even if others do not
+            self.refresh()
 
     def _apply(self, *arguments: Any, **options: Any) -> GeoFlow:
-        super()._apply(*arguments, **options)  # type: ignore[no-untyped-call]
-        self.refresh()
-        return self
+        try:
+            return super()._apply(*arguments, **options)  # type: ignore[no-untyped-call, no-any-return]
+        finally:
+            self.refresh()
 
     def modulations(self, t: Tensor, direction: Direction) -> Tensor:
         """AdaLN shifts and scales of every half-block at the times `t` [S], shared by all rows: [S, 4 depth, 2, 1, H].

@@ -192,11 +192,15 @@ def sample_conditional(
 
     queries = flow.stream_to_flow(given, 1 - stream)
 
+    told = 0
+
     def draw_all(run: Compute) -> Tensor:
         def drawn(some: slice) -> Tensor:
+            nonlocal told
             samples = run(queries[some], start.generated, start.condition)
-            if advance is not None:
-                advance(len(samples))
+            if advance is not None and some.stop > told:
+                advance(some.stop - told)
+                told = some.stop
             return samples
 
         return in_batches(drawn, len(queries), at_once)

@@ -193,7 +193,7 @@ def masked_statistics(
     """`gallery_statistics` of the items in all `blocks` (number of the first one, rows), of which there are for each
     query those in its row of the `mask` [Q, N], from the scores of all, in float32."""
     running: GalleryStatistics | None = None
-    dtype, at_once = working_dtype(samples), max(1, _MASKED_SCORES[samples.device.type] // len(samples))
+    dtype, at_once = working_dtype(samples), max(1, _MASKED_SCORES.get(samples.device.type, 1 << 21) // len(samples))
     for start, items in blocks:
         for first, tile in zip(range(start, start + len(items), at_once), items.split(at_once)):
             some = slice(first, first + len(tile))

@@ -175,9 +175,10 @@ class CapturedCall:
 
 
 def surroundings() -> Hashable:
-    """What the caller's context says about products on a GPU."""
+    """What the caller's context says about products on a GPU, and about the tensors that are made."""
     autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-    return autocast, multiplies_in_tf32(), torch.are_deterministic_algorithms_enabled()
+    modes = torch.are_deterministic_algorithms_enabled(), torch.is_inference_mode_enabled()
+    return autocast, multiplies_in_tf32(), *modes
 
 
 def unsuitable(like: Tensor) -> str | None:

@@ -230,6 +230,39 @@ def test_weights_that_change_are_seen(change):
     assert all(torch.equal(a, b) for a, b in zip(after, run()))
 
 
+def test_weights_that_are_loaded_in_part_are_seen():
+    flow, text = random_flow(torch.float32).eval(), sample_uniform(3, 7)
+
+    def run() -> torch.Tensor:
+        return gf.sample(flow, text=text, n_samples=2, n_steps=2, generator=torch.Generator().manual_seed(0))[0]
+
+    before = run()
+    others = {name: 2 * x for name, x in flow.state_dict().items() if name.startswith(("decoders", "modulation"))}
+    with pytest.raises(RuntimeError, match="Missing key"):
+        flow.load_state_dict(others)
+    assert not torch.equal(run(), before)
+    assert torch.equal(run(), (flow.refresh(), run())[1])
+
+
+@pytest.mark.parametrize("context", [torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
+@pytest.mark.parametrize("precision", ["float32", "auto"])
+def test_what_is_kept_does_not_depend_on_the_context_that_made_it(context, precision):
+    settings = gf.SamplingSettings(n_samples=2, n_steps=2, precision=precision)
+    flow, text = random_flow(torch.float32).eval(), sample_uniform(3, 7)
+
+    def run() -> torch.Tensor:
+        return gf.sample(flow, text=text, generator=torch.Generator().manual_seed(0), settings=settings)[0]
+
+    alone = run()
+    flow.refresh()
+    for _ in range(2):
+        with context():
+            within = run()
+        assert torch.equal(run(), alone)
+    with context():
+        assert torch.equal(run(), within)
+
+
 def test_weights_that_change_during_a_call_are_not_kept():
     flow = random_flow(torch.float32).eval()
     with flow.prepared((Direction.T2I,), [TIME]):

@@ -216,7 +216,7 @@ def test_leading_dimensions_are_rows():
     x, shift, scale = (CASES["adaln"][0][key] for key in ("x", "shift", "scale"))
     adaln, unserved = extension.loaded().adaln, extension.loaded().NotServed
     flat = adaln(x, shift, scale, 1e-6)
-    deep = adaln(x.view(5, 3, 1, 4), shift, scale.view(1, 5, 4), 1e-6)
+    deep = adaln(x.view(5, 3, 1, 4), shift.view(1, 5, 4), scale.view(1, 5, 4), 1e-6)
     assert torch.equal(deep, flat.view(5, 3, 1, 4))
     assert torch.equal(adaln(x[0], shift[0], scale[0], 1e-6), adaln(x[:1], shift[:1], scale[:1], 1e-6)[0])
     with pytest.raises(unserved, match="x must have its rows at equal distances"):
@@ -224,6 +224,25 @@ def test_leading_dimensions_are_rows():
     assert adaln(x[:0], shift, scale, 1e-6).shape == (0, 4)
     with pytest.raises(ValueError, match="more than 8 dimensions"):
         adaln(x.view(*(1,) * 8, 15, 4), shift, scale, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda c: c.adaln(torch.ones(4, 3), torch.ones(2, 3), torch.ones(2, 1, 3), 1e-6), "one shape"),
+        (lambda c: c.adaln(torch.ones(4, 3), torch.ones(3), torch.ones(3), float("nan")), "eps must be finite"),
+        (lambda c: c.tangent_step(torch.ones(3), torch.ones(3), 0.1, None, 0.0, False), r"x must be \[B, d\]"),
+        (
+            lambda c: c.masked_interpolant(
+                *(torch.ones(2, 1),) * 4, torch.ones(2), torch.zeros(2, dtype=torch.int8), None, True, 1e-3
+            ),
+            "image0 must be .* with d >= 2",
+        ),
+    ],
+)
+def test_the_border_refuses_what_the_checks_in_python_refuse(call, words):
+    with pytest.raises(ValueError, match=words):
+        call(extension.required())
 
 
 def test_small_work_stays_in_the_calling_thread(monkeypatch):
