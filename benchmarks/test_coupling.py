@@ -155,7 +155,7 @@ def arc(n: int, width: int = WIDTH, *, quick: bool = False) -> Case:
 
 def chord(n: int, width: int = WIDTH, *, quick: bool = False) -> Case:
     return Case(
-        f"Coupling by squared chords, B = {n}, d = {width}",
+        f"Coupling by a matrix of squared chords, B = {n}, d = {width}",
         lambda: Problem.draw(n, width),
         chord_truth,
         drawn_like,
