@@ -208,7 +208,7 @@ class GeoFlow(Pretrained):
 
     def _apply(self, *arguments: Any, **options: Any) -> GeoFlow:
         try:
-            return super()._apply(*arguments, **options)  # type: ignore[no-untyped-call, no-any-return]
+            return super()._apply(*arguments, **options)  # type: ignore[no-untyped-call]
         finally:
             self.refresh()
 
