@@ -41,7 +41,6 @@ REMOVED: dict[str, str] = {
     "Interpolant, B = 2048, d = 512: geoflow_fast, `out=` given": "results are new tensors",
     "Coupling by squared chords, B = 512, d = 256: geoflow_fast, drawn": "plans of given costs are not drawn from",
     "Coupling by squared chords, B = 512, d = 256: geoflow_fast": "no longer computed from points",
-    "Coupling by a matrix of squared chords, B = 512, d = 256: geoflow_fast": "the way that remains",
 }
 """Rows that one of the compared commits lacks, and why."""
 TURN = 0.1
