@@ -158,9 +158,8 @@ class Outcome:
             Expectation("i2t: AUROC of wrong retrieval", i2t.auroc_of(ENTROPY), 0.87),
             Expectation("i2t: the same, above the best training-free score", gains[Direction.I2T], 0.02),
             Expectation("t2i: the same, above the best training-free score", gains[Direction.T2I], -0.04),
-            # Runs that differ in their noise alone came to .816 and .824, those of another seed to .90 and .92.
             Expectation(
-                "i2t: Spearman with the true entropy", spearman(i2t.uncertainty[ENTROPY], i2t.true_entropy), 0.80
+                "i2t: Spearman with the true entropy", spearman(i2t.uncertainty[ENTROPY], i2t.true_entropy), 0.82
             ),
             Expectation(
                 "t2i: Spearman with the true entropy", spearman(t2i.uncertainty[ENTROPY], t2i.true_entropy), 0.75
